@@ -1,4 +1,4 @@
-"""The front door of the repository: `nox -s demo` to see it work, `nox -s tests` to check it, `nox -l` for the rest.
+"""The sessions of the repository: `nox -s demo` to see it work, `nox -s tests` to check it, `nox -l` for the rest.
 
 FI_TORCH chooses the torch of a session: a requirement such as "torch==2.12.0", or "system" for the torch of the Python
 that runs nox. On a machine with an NVIDIA GPU that torch is taken by itself if it is a CUDA build. `nox --no-venv -s …`

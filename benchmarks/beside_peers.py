@@ -1,4 +1,4 @@
-"""Times fi's products, experts and MLA in turns with the peers of a measuring pack, and streams of the same bytes.
+"""Times fi's products, experts and MLA interleaved with the peers of a measuring pack, and streams of the same bytes.
 
 The pack is a folder with duel.py, gemm.py and moe.py, which hold the peers and the cases. A row of the result is one
 implementation of one case, as in results/h200-gemm.jsonl. Cases of which the file has fi's row are left out, so a run
@@ -193,7 +193,7 @@ def kept(out: Path) -> set[str]:
 
 
 class Pack:
-    """The pack's scripts, with fi and streams in the turns of each case."""
+    """The pack's scripts, with fi and streams among the kernels of each case."""
 
     def __init__(self, folder: Path, out: Path, seconds: float, streams: bool, skip: Sequence[str]) -> None:
         sys.path.insert(0, str(folder))

@@ -1,9 +1,9 @@
 """Records what serving engines import from FlashInfer, and how they call it, from their wheels or installed packages.
 
 `python tools/engine_names.py vllm sglang` reads the installed packages; a wheel may stand after `=`, as in
-`vllm=downloads/vllm-0.33.0.whl`. Nothing of an engine is run. The record is tests/door/<engine>.txt: under each name,
-`import` and `call` lines. An import is `optional` if the engine goes on without it; a call has its number of positional
-arguments and its keywords, `*` and `**` if it passes more.
+`vllm=downloads/vllm-0.33.0.whl`. Nothing of an engine is run. The record is tests/engine_calls/<engine>.txt: under each
+name, `import` and `call` lines. An import is `optional` if the engine goes on without it; a call has its number of
+positional arguments and its keywords, `*` and `**` if it passes more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORDS = ROOT / "tests" / "door"
+RECORDS = ROOT / "tests" / "engine_calls"
 LIBRARY = "flashinfer"
 SKIPPED = re.compile(r"/(tests?|benchmarks?)/")  # not part of serving
 LAZY = {"_lazy_import_wrapper"}  # vLLM: (module, name) -> the function, or a fallback where it is missing

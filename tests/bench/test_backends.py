@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from fi_bench import backends, case, parsing
-from fi_bench.baselines import FLASHINFER, Library
 from fi_bench.case import Inputs, Planned
 from fi_bench.errors import SkipError
 from fi_bench.measure import Options, measure
+from fi_bench.peers import FLASHINFER, Library
 from fi_bench.runner import CaseRun
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def test_a_wrapper_is_planned_once_and_untimed(ours: type[Wrapper]) -> None:
 
 
 def test_a_planned_case_runs_end_to_end(ours: type[Wrapper], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = wrapped("rmsnorm", rivals={"torch_math": Planned(lambda x: [0], lambda state, x: x.input * (state[0] + 1))})
+    found = wrapped("rmsnorm", peers={"torch_math": Planned(lambda x: [0], lambda state, x: x.input * (state[0] + 1))})
     monkeypatch.setattr(case, "find", lambda routine: found)
     line = "--routine rmsnorm --batch_size 2 --hidden_size 8 --refcheck --num_iters 3 --backends auto torch_math"
     args = parsing.parse(line.split())

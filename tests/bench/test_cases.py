@@ -1,4 +1,4 @@
-"""Every case: its torch baseline and our implementations against its own reference, its work, its inputs."""
+"""Every case: its torch peer and our implementations against its own reference, its work, its inputs."""
 
 from __future__ import annotations
 

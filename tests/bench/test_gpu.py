@@ -140,10 +140,10 @@ def test_a_captured_walk_keeps_the_tensors_that_it_reads() -> None:
     assert seen() is not None
 
 
-BASELINES = [(c, backend) for c in CASES for backend in ("auto", "torch", *c.rivals)]
+PEERS = [(c, backend) for c in CASES for backend in ("auto", "torch", *c.peers)]
 
 
-@pytest.mark.parametrize(("found", "backend"), BASELINES, ids=[f"{c.routine} {b}" for c, b in BASELINES])
+@pytest.mark.parametrize(("found", "backend"), PEERS, ids=[f"{c.routine} {b}" for c, b in PEERS])
 def test_every_backend_is_right_or_skips_with_a_reason(
     found: case.Case, backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

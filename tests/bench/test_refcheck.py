@@ -75,7 +75,7 @@ def test_empty_outputs_and_wrong_shapes() -> None:
         refcheck.compare("o", torch.ones(3), torch.ones(2))
 
 
-def test_missing_outputs_are_an_error_but_for_rivals() -> None:
+def test_missing_outputs_are_an_error_but_for_peers() -> None:
     one = {"a": torch.ones(1)}
     both = {"a": torch.ones(1), "b": torch.ones(1)}
     with pytest.raises(ValueError, match="no output named b"):

@@ -71,7 +71,7 @@ def test_weights_of_4_bits(block: int, m: int, n: int, k: int, device: str) -> N
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize(("n", "k"), [(28700, 1056), (20800, 1312), (10500, 2080), (14500, 2080)])
 def test_tokens_do_not_see_the_number_of_others(n: int, k: int, block: int) -> None:
-    """Few tokens, whose kernel has 5 to 14 blocks of rows a CTA, and so many that weights are widened first."""
+    """Few tokens, whose kernel has 5 to 14 blocks of rows a CTA, and so many that weights are dequantized first."""
     a = rand(144, k, dtype=torch.bfloat16, device="cuda")
     b, codes = packed(n, k, "cuda"), scales(n, k // block, "cuda", *((0x20, 0x48) if block == 16 else (110, 130)))
     many = fi_core.mm_bf16_fp4(a, b, swizzled(codes), out_dtype=torch.float32, block_size=block)

@@ -1,4 +1,4 @@
-"""fi-bench: times the ops of fi-core and their rivals, checks them, keeps the samples. Imports nothing heavy."""
+"""fi-bench: times the ops of fi-core and their peers, checks them, keeps the samples. Imports nothing heavy."""
 
 from __future__ import annotations
 

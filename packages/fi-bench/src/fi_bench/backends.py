@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fi_bench import support
-from fi_bench.baselines import FLASHINFER, LIBRARIES
 from fi_bench.case import Case, Inputs, Planned, every
 from fi_bench.errors import SkipError, UsageError, did_you_mean
+from fi_bench.peers import FLASHINFER, LIBRARIES
 
 # FlashInfer's own backends, which its benchmark names without a prefix: `cutlass` is `flashinfer:cutlass`.
 _FOREIGN = (
@@ -53,7 +53,7 @@ def canonical(name: str, family: str = "attention") -> tuple[str, str | None]:
 
 
 def is_ours(name: str, case: Case) -> bool:
-    if name == "fa3" and "flash_attention3" in case.rivals:  # a backend of fi-core's wrappers, else FlashAttention-3
+    if name == "fa3" and "flash_attention3" in case.peers:  # a backend of fi-core's wrappers, else FlashAttention-3
         return case.plan is not None and exists(case)
     return name in ours()
 
@@ -86,7 +86,7 @@ def bind(name: str, case: Case, device: str) -> Runner:
     library = LIBRARIES[base]
     if library is FLASHINFER:
         return _flashinfer(name, own, case, device)
-    run = case.torch if name == "torch" else case.rivals.get(name)
+    run = case.torch if name == "torch" else case.peers.get(name)
     if run is None and name in support.FLASHINFER.get(case.routine, ()):
         return _flashinfer(name, name, case, device)  # FlashInfer's benchmark means its own use of cuBLAS and cuDNN
     if run is None:

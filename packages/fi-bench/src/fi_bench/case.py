@@ -39,7 +39,7 @@ class Tolerance(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A baseline with a plan: `plan(inputs)` runs once, untimed; `call(planned, inputs)` is timed."""
+    """A peer with a plan: `plan(inputs)` runs once, untimed; `call(planned, inputs)` is timed."""
 
     plan: Callable[[Inputs], Any]
     call: Callable[[Any, Inputs], Any]
@@ -65,8 +65,8 @@ class Case:
 
     `plan` receives the backend's name: `auto`, `cpu`, a public backend (`fa2`, `fa2_tc`, `fa3`), or the part of
     `flashinfer:fa3` behind the colon. It receives the inputs of the first call. Later calls use copies of them, so that
-    the cache is cold; a plan must not keep their addresses. A baseline with a plan of its own is a `Planned` in
-    `rivals`. The name of an implementation is forced on `op` while the backend runs.
+    the cache is cold; a plan must not keep their addresses. A peer with a plan of its own is a `Planned` in
+    `peers`. The name of an implementation is forced on `op` while the backend runs.
     """
 
     routine: str
@@ -81,10 +81,10 @@ class Case:
     also: tuple[str, ...] = ()  # other ops that the routine launches
     plan: Callable[[Callable[..., Any], Inputs, str], Any] | None = None
     poison: tuple[str, ...] = ()  # inputs that are pure outputs: filled with NaN before the check
-    rivals: Mapping[str, Callable[[Inputs], Any] | Planned] = field(default_factory=dict)  # more baselines by backend
+    peers: Mapping[str, Callable[[Inputs], Any] | Planned] = field(default_factory=dict)  # by backend, beside torch
     tolerance: Mapping[str, Tolerance] = field(default_factory=dict)  # per output, instead of the description's
     description: Callable[[Inputs], TraceTemplate] | None = None  # of fi_core, by the arguments of a call
-    torch_outputs: Callable[[Inputs, Any], Outputs] | None = None  # for rivals that return other things than the call
+    torch_outputs: Callable[[Inputs, Any], Outputs] | None = None  # for peers that return other things than the call
     pdl: bool = False
     lengths: Callable[[Inputs], Mapping[str, float]] | None = None  # averages printed with -v, kept in the row
     unsupported: Callable[[str, Namespace], str | None] | None = None  # (backend, params) -> the reason, if any

@@ -28,7 +28,7 @@ verbs:
   run            time a routine, a test list or a preset (the word may be left out)
   list           routines, backends or presets, and what of them works here
   compare        two results: FASTER, SLOWER, SAME or AMBIGUOUS, with intervals
-  compare-trees  two checkouts of the library, measured in turns on this device
+  compare-trees  two checkouts of the library, interleaved on this device
   gate           check results against the rules of a TOML file (exit code 3 on a regression)
   report         one self-contained HTML file from results
   profile        print and run the ncu or nsys command for a case

@@ -1,4 +1,4 @@
-"""Cases of functions without a module in `cases/`: flags, inputs, work, reference, baseline of the description."""
+"""Cases of functions without a module in `cases/`: flags, inputs, work, reference, torch peer of the description."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def case_of(routine: str, torch: Callable[[Inputs], Any] | None = None, **more: 
         "poison": ("out",) if allocated else (),
         "pdl": pdl,
     }
-    baseline = torch or (found.template.eager and functools.partial(eager, function))
-    return described(function, functools.partial(_asked, tuple(_sizes(found))), None, baseline, **{**own, **more})
+    peer = torch or (found.template.eager and functools.partial(eager, function))
+    return described(function, functools.partial(_asked, tuple(_sizes(found))), None, peer, **{**own, **more})
 
 
 def _asked(sizes: Sequence[str], p: Namespace) -> dict[str, Any]:

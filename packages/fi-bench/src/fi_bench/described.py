@@ -1,6 +1,6 @@
 """Cases from the descriptions of fi_core: inputs, outputs, reference, work and tolerances are those of its tests.
 
-A case adds what a description cannot know: sizes from flags, the timed call, baselines, and the outputs to poison.
+A case adds what a description cannot know: sizes from flags, the timed call, peers, and the outputs to poison.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def sizes_of(p: Namespace, *same: str, **flags: str) -> dict[str, Any]:
 
 
 def eager(function: str, x: Inputs) -> Any:
-    """The baseline of a description, with its arguments as they are chosen in the first, untimed call."""
+    """The torch peer of a description, with its arguments as they are chosen in the first, untimed call."""
     call = x.__dict__.get("eager")
     if call is None:
         template = description_of(function, x)
@@ -96,7 +96,7 @@ def described(
     call      the timed call; None: with the arguments of the description
     which     chooses among several descriptions of the function
     backend   for a wrapper: (name of a backend, inputs) -> what it changes in the arguments of constructor and plan
-    add       more inputs: preallocated outputs, options that are not tensors, inputs of baselines
+    add       more inputs: preallocated outputs, options that are not tensors, inputs of peers
     torch     returns the outputs in the order of the description, also those that the function writes in place
     compared  (inputs, outputs) -> what is checked, where several results are right; it applies to the reference too
     """

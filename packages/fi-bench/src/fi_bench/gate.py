@@ -83,15 +83,15 @@ def findings(
         rule = _rule_for(rules, key)
         name = f"{key.routine} {side.words} {key.backend}"
         yield from _limits(rule, name, side.median / 1e3, derived[key])
-        rival = rule.get("not_slower_than")
-        if rival:
-            other = now.get(key._replace(backend=rival))
+        peer = rule.get("not_slower_than")
+        if peer:
+            other = now.get(key._replace(backend=peer))
             if other is None:
-                yield Finding("ambiguous", f"{name}: no row of {rival} to compare with")
-            elif rival != key.backend:
+                yield Finding("ambiguous", f"{name}: no row of {peer} to compare with")
+            elif peer != key.backend:
                 ratio, factor = side.median / other.median, rule.get("factor", 1.0)
                 verdict = "regression" if ratio > factor else "ok"
-                yield Finding(verdict, f"{name}: {ratio:.3f}x the time of {rival}, allowed is {factor:g}x")
+                yield Finding(verdict, f"{name}: {ratio:.3f}x the time of {peer}, allowed is {factor:g}x")
     if baseline is not None:
         yield from _against(rules, compare.sides(baseline), now)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from fi_bench import backends, case, presets, record, summary, support
-from fi_bench.baselines import LIBRARIES
 from fi_bench.catalog import FAMILY_OF, family_of
 from fi_bench.console import table
 from fi_bench.errors import OK, UsageError
 from fi_bench.parsing import Parser, underscored
+from fi_bench.peers import LIBRARIES
 
 
 def main(words: Sequence[str]) -> int:
@@ -43,13 +43,13 @@ def _routines() -> list[dict[str, Any]]:
     for routine, family in FAMILY_OF.items():
         found = case.find(routine)
         if found is None:
-            ours, rivals, status = "-", "-", "no op yet"
+            ours, peers, status = "-", "-", "no op yet"
         else:
             exists = backends.exists(found)
             ours = " ".join(backends.implementations(found) or ("auto",)) if exists else "-"
-            rivals = " ".join(("torch", *found.rivals, "flashinfer"))
+            peers = " ".join(("torch", *found.peers, "flashinfer"))
             status = "ready" if exists else "no op yet"
-        rows.append({"routine": routine, "family": family, "ours": ours, "rivals": rivals, "status": status})
+        rows.append({"routine": routine, "family": family, "ours": ours, "peers": peers, "status": status})
     return rows
 
 
@@ -57,7 +57,7 @@ def _backends() -> list[dict[str, Any]]:
     rows = []
     for name, library in LIBRARIES.items():
         there = library.module() is not None
-        routines = sum(name in ("torch", "flashinfer") or name in found.rivals for found in case.every())
+        routines = sum(name in ("torch", "flashinfer") or name in found.peers for found in case.every())
         rows.append(
             {
                 "backend": name,
@@ -76,7 +76,7 @@ def _support(routine: str | None) -> list[dict[str, Any]]:
     for name in wanted:
         found = case.find(name)
         known = backends.capabilities(found) if found else {}
-        known |= {rival: _capabilities(rival) for rival in (found.rivals if found else ())}
+        known |= {peer: _capabilities(peer) for peer in (found.peers if found else ())}
         known |= {f"flashinfer:{backend}": on for backend, on in support.FLASHINFER.get(name, {}).items()}
         for backend, on in known.items() or [("-", ())]:
             places = ("CPU", *support.CAPABILITIES)

@@ -97,7 +97,7 @@ def compare(name: str, got: torch.Tensor, want: torch.Tensor, tolerance: Toleran
 def check(
     outputs: Outputs, reference: Outputs, tolerances: Mapping[str, Tolerance], partial: bool = False
 ) -> list[Difference]:
-    """Compares all outputs of the reference. A missing one is an error, except for rivals that compute only some."""
+    """Compares all outputs of the reference. A missing one is an error, except for peers that compute only some."""
     missing = reference.keys() - outputs.keys()
     if (missing and not partial) or missing == reference.keys():
         raise ValueError(f"no output named {', '.join(sorted(missing))}")

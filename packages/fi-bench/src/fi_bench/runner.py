@@ -40,7 +40,7 @@ def asked_backends(args: Namespace) -> list[str]:
 
 
 def device_of(args: Namespace, names: Iterable[str]) -> str:
-    """The CPU if the backend `cpu` is timed, so that its rivals run on it too; else the GPU if there is one."""
+    """The CPU if the backend `cpu` is timed, so that its peers run on it too; else the GPU if there is one."""
     import torch
 
     if args.device == "cuda" and not torch.cuda.is_available():

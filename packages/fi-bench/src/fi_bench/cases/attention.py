@@ -6,10 +6,10 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fi_bench.baselines import flash_attention3
 from fi_bench.case import Case, Inputs, Planned, Tolerance, dtype_of
 from fi_bench.described import described, sizes_of
 from fi_bench.errors import SkipError
+from fi_bench.peers import flash_attention3
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +104,7 @@ def _plan_flash_attention3(x: Inputs) -> Callable[[Inputs], torch.Tensor]:
     return run
 
 
-_RIVALS: dict[str, Callable[[Inputs], Any] | Planned] = {
+_PEERS: dict[str, Callable[[Inputs], Any] | Planned] = {
     "torch_math": sdpa("MATH"),
     "torch_flash": sdpa("FLASH_ATTENTION"),
     "torch_efficient": sdpa("EFFICIENT_ATTENTION"),
@@ -149,7 +149,7 @@ def _case(function: str, sizes: Callable[[Namespace], dict[str, Any]], call: Any
         sdpa(),
         which=lambda p, template: f"kv_layout:{p.kv_layout}" in template.tags and ("lse" in template.outputs) == lse,
         op="single_attention",
-        rivals=_RIVALS,
+        peers=_PEERS,
         tolerance={"lse": _LSE} if lse else {},
         unsupported=_unsupported,
     )

@@ -1,4 +1,4 @@
-"""Cases of the batch attention wrappers: flags, baselines and eager torch; the rest is fi_core's description."""
+"""Cases of the batch attention wrappers: flags, peers and eager torch; the rest is fi_core's description."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from fi_bench.baselines import FLASH_ATTENTION_3, flash_attention3
 from fi_bench.case import Case, Inputs, Planned
 from fi_bench.cases import attention
 from fi_bench.cases.common import block_table, requests
 from fi_bench.described import described, public_backend, sizes_of
 from fi_bench.errors import SkipError
+from fi_bench.peers import FLASH_ATTENTION_3, flash_attention3
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +146,7 @@ def _case(function: str, *sizes: Callable[[Namespace], dict[str, Any]], **more: 
         "also": ("prefill_plan",),
         "lengths": _lengths,
         "unsupported": _unsupported,
-        "rivals": {"flash_attention3": Planned(_plan_flash_attention3, lambda run, x: run(x))},
+        "peers": {"flash_attention3": Planned(_plan_flash_attention3, lambda run, x: run(x))},
         "torch": _torch(),
         "backend": public_backend,
     }

@@ -44,7 +44,7 @@ def _linear(scales: torch.Tensor, rows: int, columns: int, tile: int) -> torch.T
     return tiles.permute(0, 3, 2, 1, 4).reshape(tiles.shape[0] * tile, -1)[:rows, :columns]
 
 
-def _widened(values: torch.Tensor, scales: torch.Tensor, block: int, tile: int = 128) -> torch.Tensor:
+def _dequantized(values: torch.Tensor, scales: torch.Tensor, block: int, tile: int = 128) -> torch.Tensor:
     """A matrix in bf16 times its scales."""
     import torch
 
@@ -60,13 +60,13 @@ def _widened(values: torch.Tensor, scales: torch.Tensor, block: int, tile: int =
 def _operands(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Both operands in bf16: a, and b as `[n, k]`."""
     if "A" in x:
-        a, b = (_widened(y.flatten(0, 1), s, 32).view(y.shape) for y, s in ((x.A, x.A_scale), (x.B.mT, x.B_scale)))
+        a, b = (_dequantized(y.flatten(0, 1), s, 32).view(y.shape) for y, s in ((x.A, x.A_scale), (x.B.mT, x.B_scale)))
         return a, b
     block, tile = x.get("block_size", 32), 8 if x.get("use_8x4_sf_layout") else 128
     if "a_descale" not in x:
-        return x.a, _widened(x.b, x.b_descale, block)
+        return x.a, _dequantized(x.b, x.b_descale, block)
     b_scale = x.b_descale.t() if x.b_descale.ndim == 2 else x.b_descale
-    return _widened(x.a, x.a_descale, block, tile), _widened(x.b.t(), b_scale, block)
+    return _dequantized(x.a, x.a_descale, block, tile), _dequantized(x.b.t(), b_scale, block)
 
 
 def _product(operands: tuple[torch.Tensor, torch.Tensor], x: Inputs) -> torch.Tensor:
@@ -86,7 +86,7 @@ _FINE = {"output": Tolerance(1e-2, 2e-2)}
 
 
 def _case(routine: str, sizes: Callable[[Namespace], dict[str, Any]], call: Callable[..., Any], op: str) -> Case:
-    """Baselines: "torch" widens both operands and multiplies; "cublas" multiplies operands that are bf16 already."""
+    """Peers: "torch" dequantizes both operands and multiplies; "cublas" multiplies operands that are bf16 already."""
     return described(
         f"gemm.{routine}",
         sizes,
@@ -94,7 +94,7 @@ def _case(routine: str, sizes: Callable[[Namespace], dict[str, Any]], call: Call
         lambda x: _product(_operands(x), x),
         add=_out,
         op=op,
-        rivals={"cublas": Planned(_operands, _product)},
+        peers={"cublas": Planned(_operands, _product)},
         poison=("out",),
         tolerance=_FINE,
         unsupported=_unsupported,

@@ -7,9 +7,9 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fi_bench.baselines import DEEP_GEMM
 from fi_bench.case import Case, Inputs, Planned, Tolerance, dtype_of
 from fi_bench.described import described, sizes_of
+from fi_bench.peers import DEEP_GEMM
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ def _groupwise_sizes(p: Namespace) -> dict[str, Any]:
 
 
 def _out(p: Namespace, x: Inputs) -> dict[str, Any]:
-    """An output, and for baselines the operands by one set of names."""
+    """An output, and for peers the operands by one set of names."""
     import torch
 
     left, right = (
@@ -176,7 +176,7 @@ def _dense(routine: str, sizes: Callable[[Namespace], dict[str, Any]], call: Cal
         _torch_bf16,
         add=_out,
         op="gemm",
-        rivals={"cublas": _torch_bf16},
+        peers={"cublas": _torch_bf16},
         poison=("out",),
         tolerance=_FINE,
     )
@@ -190,7 +190,7 @@ def _fp8(routine: str, sizes: Callable[[Namespace], dict[str, Any]], call: Calla
         _torch_fp8,
         add=_out,
         op="gemm",
-        rivals={"cublas": _cublas_fp8},
+        peers={"cublas": _cublas_fp8},
         poison=("out",),
         tolerance=_FAST,
         unsupported=_unsupported_fp8,
@@ -198,9 +198,9 @@ def _fp8(routine: str, sizes: Callable[[Namespace], dict[str, Any]], call: Calla
 
 
 def _groupwise(routine: str, call: Callable[[Any, Inputs], Any]) -> Case:
-    rivals = {"deepgemm": Planned(_plan_deep_gemm, _run_deep_gemm)}
+    peers = {"deepgemm": Planned(_plan_deep_gemm, _run_deep_gemm)}
     if not routine.startswith("group"):
-        rivals["cublas"] = Planned(_plan_cublas_groupwise, lambda run, _: run())
+        peers["cublas"] = Planned(_plan_cublas_groupwise, lambda run, _: run())
     return described(
         f"gemm.{routine}",
         _groupwise_sizes,
@@ -208,7 +208,7 @@ def _groupwise(routine: str, call: Callable[[Any, Inputs], Any]) -> Case:
         _torch_groupwise,
         add=_out,
         op="gemm",
-        rivals=rivals,
+        peers=peers,
         poison=("out",),
         tolerance=_FINE,
         unsupported=_unsupported_groupwise,

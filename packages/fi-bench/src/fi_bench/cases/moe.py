@@ -60,7 +60,7 @@ def _weight(kind: str, shape: tuple[int, int, int], dtype: torch.dtype, device: 
     return _normal(shape, k**-0.5, dtype, device, generator), None
 
 
-def _widened(weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _dequantized(weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """A weight times its scales."""
     import torch
 
@@ -172,7 +172,7 @@ def _routing_work(p: Namespace, x: Inputs) -> Work:
 
 
 def _layer(p: Namespace, kind: str, device: Any, generator: Any) -> dict[str, Any]:
-    """Tokens, the experts of this rank, and how baselines read them."""
+    """Tokens, the experts of this rank, and how peers read them."""
     import torch
 
     dtype, local = dtype_of(p.input_dtype), p.num_experts // p.ep_size
@@ -231,7 +231,7 @@ def _reference(x: Inputs) -> Outputs:
         token, slot = (ids == e + x.first).nonzero(as_tuple=True)
         if token.numel():
             up, down = (
-                _widened(w[e], s[e] if s is not None else None, torch.float64)
+                _dequantized(w[e], s[e] if s is not None else None, torch.float64)
                 for w, s in zip((x.up, x.down), x.scales or (None, None), strict=True)
             )
             h = _rounded(_activated(tokens[token] @ up.T), blocks)
@@ -240,7 +240,7 @@ def _reference(x: Inputs) -> Outputs:
 
 
 def _torch_layer(x: Inputs) -> torch.Tensor:
-    """Weights widened to 16 bits, slots sorted by expert, torch's grouped product; nothing waits for the device."""
+    """Weights dequantized to 16 bits, slots sorted by expert, torch's grouped product; nothing waits for the device."""
     import torch
     from torch.nn.functional import grouped_mm
 
@@ -251,7 +251,7 @@ def _torch_layer(x: Inputs) -> torch.Tensor:
     local = torch.where((local >= 0) & (local < experts), local, experts)
     order = local.argsort(stable=True)
     ends = torch.searchsorted(local[order], torch.arange(experts, device=order.device), right=True, out_int32=True)
-    up, down = (_widened(w, s, dtype) for w, s in zip((x.up, x.down), x.scales or (None, None), strict=True))
+    up, down = (_dequantized(w, s, dtype) for w, s in zip((x.up, x.down), x.scales or (None, None), strict=True))
     rows = _rounded(x.input, blocks)[order // ids.shape[1]]
     h = _rounded(_activated(grouped_mm(rows, up.mT, offs=ends)), blocks)
     y = torch.empty_like(rows)

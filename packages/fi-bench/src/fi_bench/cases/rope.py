@@ -42,7 +42,7 @@ def _sizes(p: Namespace) -> dict[str, Any]:
 
 
 def _table(p: Namespace, device: Any, llama31: bool = False) -> dict[str, torch.Tensor]:
-    """The table of cosines and sines for baselines, and the frequencies it is of."""
+    """The table of cosines and sines for peers, and the frequencies it is of."""
     import torch
 
     frequencies = _frequencies(p, llama31, device)
@@ -104,7 +104,7 @@ def _plain(routine: str) -> Case:
     llama31, by_id = "llama31" in routine, "pos_ids" in routine
 
     def add(p: Namespace, x: Inputs) -> dict[str, Any]:
-        """The options of the call, and what the baseline reads."""
+        """The options of the call, and what the peer reads."""
         pos_ids = x.pos_ids if by_id else _positions(p, x.offsets)
         return {"options": _options(p, llama31), "pos_ids": pos_ids, **_table(p, x.q.device, llama31)}
 

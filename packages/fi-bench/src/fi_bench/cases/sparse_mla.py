@@ -7,9 +7,9 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fi_bench.baselines import FLASH_MLA
 from fi_bench.case import Case, Inputs, Outputs, Planned, Work
 from fi_bench.cases.common import nbytes, normal, page_table, requests
+from fi_bench.peers import FLASH_MLA
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +144,7 @@ CASES = (
         reference=_reference,
         work=_work,
         torch=_torch,
-        rivals={"flashmla": Planned(_plan_flash_mla, lambda run, x: run(x))},
+        peers={"flashmla": Planned(_plan_flash_mla, lambda run, x: run(x))},
         unsupported=_unsupported,
     ),
 )

@@ -1,1 +1,1 @@
-"""`fi-bench compare-trees`: two checkouts on one device, measured in turns. `interleave` leads, `side` measures."""
+"""`fi-bench compare-trees`: two checkouts on one device, interleaved. `interleave` leads, `side` measures."""

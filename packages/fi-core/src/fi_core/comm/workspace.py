@@ -88,7 +88,7 @@ class CommWorkspace:
     Args:
         device: a CUDA device, or the CPU.
         comm_backend: the group.
-        rotation_bytes: of each of the three parts that calls use in turn.
+        rotation_bytes: of each of the three parts that calls use one after the other.
         more_bytes: behind them.
         timeout: seconds that a call waits for another rank before it fails.
 

@@ -88,7 +88,7 @@ class TraceTemplate:
                not all, as booleans by output that broadcast
     samples    sizes and dtypes for tests, as the function `samples` gives them; (): the defaults of `make`
     work       arguments -> Work; or a number: so many operations an element of the outputs, and every tensor once
-    eager      the function in eager torch, of the same arguments as the reference and in their dtypes: a baseline
+    eager      the function in eager torch, of the same arguments as the reference and in their dtypes: a peer
     tolerance  (rtol, atol) by output name or by dtype, where `default_tolerances` does not fit
     others     parameters that the reference does not know: a call that sets one has no description
     """

@@ -45,19 +45,19 @@ FI_DEVICE void load_weight(const AllReduceParams& p, uint4 (&w)[kVecs]) {
 template <int kVecs>
 FI_DEVICE void make_sendable(uint4 (&x)[kVecs]) {
 #pragma unroll
-  for (int k = 0; k < kVecs; ++k) x[k] = sendable(x[k]);
+  for (int k = 0; k < kVecs; ++k) x[k] = without_empty_words(x[k]);
 }
 
 // Polls until every vector has arrived: poll(missing) loads them all again and sets the rank of one that has not; the
 // caller's vectors are NaN after a failure.
 template <class Poll>
 FI_DEVICE bool receive(Exchange& exchange, Poll poll) {
-  Patience patience;
+  PollLimit limit;
   while (!exchange.failed) {
     int missing = -1;
     poll(missing);
     if (missing < 0) return true;
-    exchange.failed = !patience.lasts(exchange.p, exchange.rotation(), missing);
+    exchange.failed = !limit.allows(exchange.p, exchange.rotation(), missing);
   }
   return false;
 }
@@ -170,7 +170,7 @@ FI_DEVICE void all_reduce_one_shot(const AllReduceParams& p) {
 
 // Two shots: row i belongs to rank i % P. Every rank sends a row to its owner, which adds and sends the result to all.
 // Two hops; 2 (P - 1) / P messages in each direction. A CTA takes P neighbouring rows at a time, one of each owner, and
-// sends those of its next turn before it adds those of this one.
+// sends those of its next iteration before it adds those of this one.
 template <class T, int kOutput, int kWorld, int kVecs>
 FI_DEVICE void all_reduce_two_shot(const AllReduceParams& p) {
   __shared__ float warp_sums[32];

@@ -59,8 +59,8 @@ FI_DEVICE void all_to_all_by_threads(const AllToAllParams& p) {
     bool failed = exchange.failed;
     if (threadIdx.x == 0) {
       const uint32_t* flag = p.bulk.flag(c, c.rank, exchange.epoch, inbox, chunk);
-      Patience patience;
-      while (!failed && load_flag(flag) != exchange.epoch + 1) failed = !patience.lasts(c, exchange.rotation(), source);
+      PollLimit limit;
+      while (!failed && load_flag(flag) != exchange.epoch + 1) failed = !limit.allows(c, exchange.rotation(), source);
     }
     exchange.failed = __syncthreads_or(failed);
     if (exchange.failed) return;

@@ -15,15 +15,15 @@ struct ChunkRing {
   Barrier* loaded;
   int32_t stage_bytes;
 
-  FI_DEVICE void load(int turn, const char* from, unsigned bytes) {
-    Barrier& barrier = loaded[turn % kAllToAllStages];
+  FI_DEVICE void load(int step, const char* from, unsigned bytes) {
+    Barrier& barrier = loaded[step % kAllToAllStages];
     barrier.arrive_expect(bytes);
-    bulk_load(stages + turn % kAllToAllStages * stage_bytes, from, bytes, barrier);
+    bulk_load(stages + step % kAllToAllStages * stage_bytes, from, bytes, barrier);
   }
   // In a group of its own.
-  FI_DEVICE void store(int turn, char* to, unsigned bytes) {
-    loaded[turn % kAllToAllStages].wait(turn / kAllToAllStages & 1);
-    bulk_store(to, stages + turn % kAllToAllStages * stage_bytes, bytes);
+  FI_DEVICE void store(int step, char* to, unsigned bytes) {
+    loaded[step % kAllToAllStages].wait(step / kAllToAllStages & 1);
+    bulk_store(to, stages + step % kAllToAllStages * stage_bytes, bytes);
     bulk_commit();
   }
 };
@@ -49,79 +49,79 @@ FI_DEVICE void all_to_all(const AllToAllParams& p) {
     ChunkRing ring{chunks_shared, loaded, p.chunk_bytes};
     const int items = c.world * p.chunks;
     const auto peer_of = [&](int item) { return (c.rank + 1 + item / p.chunks) % c.world; };
-    const auto load = [&](int turn) {
-      const int item = first + turn * stride;
+    const auto load = [&](int step) {
+      const int item = first + step * stride;
       if (item >= items) return;
       const int chunk = item % p.chunks;
-      ring.load(turn, p.input + peer_of(item) * p.input_stride + p.first + static_cast<int64_t>(chunk) * p.chunk_bytes,
+      ring.load(step, p.input + peer_of(item) * p.input_stride + p.first + static_cast<int64_t>(chunk) * p.chunk_bytes,
                 bytes_of(chunk));
     };
-    const auto send = [&](int turn) {
-      const int item = first + turn * stride, chunk = item % p.chunks, peer = peer_of(item);
+    const auto send = [&](int step) {
+      const int item = first + step * stride, chunk = item % p.chunks, peer = peer_of(item);
       const int64_t offset = static_cast<int64_t>(chunk) * p.chunk_bytes;
       char* to = peer == c.rank
                      ? p.out + c.rank * p.bytes + p.first + offset
                      : p.bulk.data(c, peer, exchange.epoch) + inbox_of(c.rank, peer, c.world) * p.now + offset;
       if (exchange.failed && peer != c.rank) {
         bulk_commit();
-        ring.loaded[turn % kAllToAllStages].wait(turn / kAllToAllStages & 1);
+        ring.loaded[step % kAllToAllStages].wait(step / kAllToAllStages & 1);
       } else {
-        ring.store(turn, to, bytes_of(chunk));
+        ring.store(step, to, bytes_of(chunk));
       }
     };
-    const auto raise_flag = [&](int turn) {
-      const int item = first + turn * stride, peer = peer_of(item);
-      if (turn < 0 || item >= items || peer == c.rank || exchange.failed) return;
+    const auto raise_flag = [&](int step) {
+      const int item = first + step * stride, peer = peer_of(item);
+      if (step < 0 || item >= items || peer == c.rank || exchange.failed) return;
       fence_async();
       store_flag(p.bulk.flag(c, peer, exchange.epoch, inbox_of(c.rank, peer, c.world), item % p.chunks),
                  exchange.epoch + 1);
     };
     load(0);
     load(1);
-    int turn = 0;
-    for (; first + turn * stride < items; ++turn) {
-      send(turn);
+    int step = 0;
+    for (; first + step * stride < items; ++step) {
+      send(step);
       bulk_wait<1>();
-      raise_flag(turn - 1);
-      load(turn + 2);  // its stage was stored two turns ago
+      raise_flag(step - 1);
+      load(step + 2);  // its stage was stored two steps ago
     }
     bulk_wait<0>();
-    raise_flag(turn - 1);
+    raise_flag(step - 1);
   } else if (threadIdx.x == 32) {
     ChunkRing ring{chunks_shared + kAllToAllStages * p.chunk_bytes, loaded + kAllToAllStages, p.chunk_bytes};
     const int items = (c.world - 1) * p.chunks;
     // Rank j sends to this rank at its work item of the same number.
     const auto source_of = [&](int item) { return (c.rank - 1 - item / p.chunks + 2 * c.world) % c.world; };
-    const auto receive = [&](int turn) {
-      const int item = first + turn * stride;
+    const auto receive = [&](int step) {
+      const int item = first + step * stride;
       if (item >= items || exchange.failed) return;
       const int chunk = item % p.chunks, source = source_of(item), inbox = inbox_of(source, c.rank, c.world);
       const uint32_t* flag = p.bulk.flag(c, c.rank, exchange.epoch, inbox, chunk);
-      Patience patience;
+      PollLimit limit;
       while (load_flag(flag) != exchange.epoch + 1)
-        if (!patience.lasts(c, exchange.rotation(), source)) {
+        if (!limit.allows(c, exchange.rotation(), source)) {
           exchange.failed = true;
           return;
         }
       fence_async();
-      ring.load(turn,
+      ring.load(step,
                 p.bulk.data(c, c.rank, exchange.epoch) + inbox * p.now + static_cast<int64_t>(chunk) * p.chunk_bytes,
                 bytes_of(chunk));
     };
-    const auto store = [&](int turn) {
-      const int item = first + turn * stride;
-      if (turn < 0 || item >= items || exchange.failed) return;
+    const auto store = [&](int step) {
+      const int item = first + step * stride;
+      if (step < 0 || item >= items || exchange.failed) return;
       const int chunk = item % p.chunks;
-      ring.store(turn, p.out + source_of(item) * p.bytes + p.first + static_cast<int64_t>(chunk) * p.chunk_bytes,
+      ring.store(step, p.out + source_of(item) * p.bytes + p.first + static_cast<int64_t>(chunk) * p.chunk_bytes,
                  bytes_of(chunk));
     };
-    int turn = 0;
-    for (; first + turn * stride < items && !exchange.failed; ++turn) {
-      bulk_wait_read<2>();  // the stage was stored four turns ago
-      receive(turn);
-      store(turn - 1);
+    int step = 0;
+    for (; first + step * stride < items && !exchange.failed; ++step) {
+      bulk_wait_read<2>();  // the stage was stored four steps ago
+      receive(step);
+      store(step - 1);
     }
-    store(turn - 1);
+    store(step - 1);
     bulk_wait<0>();
   }
   __syncthreads();

@@ -7,7 +7,7 @@
 namespace fi {
 
 // As sent: no word is kEmpty. Of two 16-bit values that is (0, -0), which becomes (0, 0).
-FI_DEVICE uint4 sendable(uint4 x) {
+FI_DEVICE uint4 without_empty_words(uint4 x) {
   x.x = x.x == kEmpty ? 0 : x.x;
   x.y = x.y == kEmpty ? 0 : x.y;
   x.z = x.z == kEmpty ? 0 : x.z;
@@ -30,12 +30,12 @@ FI_DEVICE void report_failure(const CommParams& p, CommError error, int32_t rank
   store_system_word(&p.status->error, error);
 }
 
-// A thread that polls in vain.
-struct Patience {
+// How long a thread polls.
+struct PollLimit {
   uint64_t since = 0;
 
   // Whether to poll on: not if the other rank calls something else, if any thread has failed, or if the time is over.
-  FI_DEVICE bool lasts(const CommParams& p, uint32_t rotation, int32_t rank) {
+  FI_DEVICE bool allows(const CommParams& p, uint32_t rotation, int32_t rank) {
     const uint64_t now = nanoseconds();
     if (since == 0) since = now;
     if (now - since < 20000) return true;  // looks at nothing else in the first 20 us
@@ -82,10 +82,10 @@ struct Exchange {
   FI_DEVICE void compare() const {
     const int32_t rank = static_cast<int32_t>(threadIdx.x);
     if (rank >= p.world || rank == p.rank || failed) return;
-    Patience patience;
+    PollLimit limit;
     uint32_t other;
     while ((other = load_system_word(&comm_state(p, p.rank)->calls[rotation()][rank])) == kEmpty)
-      if (!patience.lasts(p, rotation(), rank)) return;
+      if (!limit.allows(p, rotation(), rank)) return;
     if (other != p.call) report_failure(p, kCommMismatch, rank, other);
   }
 

@@ -20,9 +20,9 @@ FI_DEVICE void moe_combine(const MoeCombineParams& p) {
   }
   if (rank < c.world && rank != c.rank) {
     const uint32_t* flag = &moe_control(c, c.rank, p.control_offset)->combinable[rank];
-    Patience patience;
+    PollLimit limit;
     while (!exchange.failed && load_flag(flag) != exchange.epoch + 1)
-      exchange.failed = !patience.lasts(c, exchange.rotation(), rank);
+      exchange.failed = !limit.allows(c, exchange.rotation(), rank);
   }
   exchange.failed = __syncthreads_or(exchange.failed);
   for (int token = static_cast<int>(blockIdx.x); token < p.tokens; token += static_cast<int>(gridDim.x)) {

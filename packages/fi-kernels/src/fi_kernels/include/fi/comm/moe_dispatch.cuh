@@ -115,9 +115,9 @@ FI_DEVICE void moe_dispatch(const MoeDispatchParams& p) {
         store_system_word(&peer->counts[c.rank], total);
         store_flag(&peer->dispatched[c.rank], exchange.epoch + 1);
       }
-      Patience patience;
+      PollLimit limit;
       while (!exchange.failed && load_flag(&own->dispatched[rank]) != exchange.epoch + 1)
-        exchange.failed = !patience.lasts(c, exchange.rotation(), rank);
+        exchange.failed = !limit.allows(c, exchange.rotation(), rank);
       received = exchange.failed ? 0 : load_system_word(&own->counts[rank]);
     }
     p.counts[rank] = static_cast<int32_t>(received);

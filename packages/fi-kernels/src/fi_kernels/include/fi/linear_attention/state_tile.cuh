@@ -52,10 +52,10 @@ FI_DEVICE int64_t load_index(const IndexTable& table, int64_t row, int64_t colum
 FI_DEVICE float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
 FI_DEVICE float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
-// kLanes lanes share a row, and have its vectors of 16 bytes in turn, so a load of a warp reads whole lines of 32 /
+// kLanes lanes share a row, and have its vectors of 16 bytes alternately, so a load of a warp reads whole lines of 32 /
 // kLanes rows. Lane l has kRows rows from l / kLanes * kRows on (or, if the caller passes such strides, every 32 /
 // kLanes-th from l / kLanes on). kKLast false: the rows are the contiguous dimension, so a vector holds kRows of them,
-// and the columns of a row are in turn the lanes'. S: float or 16-bit storage.
+// and the columns of a row alternate between the lanes. S: float or 16-bit storage.
 template <class S, int kK, int kRows, bool kKLast = true, int kLanesOfRow = 8>
 struct StateTile {
   static constexpr int kLanes = kLanesOfRow, kGroups = 32 / kLanes;

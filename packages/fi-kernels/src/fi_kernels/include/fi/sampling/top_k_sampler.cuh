@@ -30,7 +30,7 @@ struct TopKSampler {
   FI_DEVICE static int lane() { return threadIdx.x % 32; }
   FI_DEVICE static int warp() { return threadIdx.x / 32; }
   FI_DEVICE WeightFunction weight_function(uint32_t key) const { return {scale, value_of(key), 0, row.logits}; }
-  // Calls f(tile) for each tile with elements from `key` on; the warps take turns.
+  // Calls f(tile) for each tile with elements from `key` on; the warps alternate.
   template <class F>
   FI_DEVICE void for_tiles_from(uint32_t key, F&& f) const {
     int skip = warp();

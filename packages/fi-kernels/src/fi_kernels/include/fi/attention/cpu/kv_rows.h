@@ -63,7 +63,7 @@ template <int kWidth>
 FI_INLINE void load_two(typename Vector<kWidth>::Floats& a, typename Vector<kWidth>::Floats& b, const f16_t* from) {
   decode<kWidth>(a, from), decode<kWidth>(b, from + kWidth);
 }
-// bf16: the elements of even and of odd index, which are the halves of words: half the work of widening in order.
+// bf16: the elements of even and of odd index, which are the halves of words: half the work of converting in order.
 template <int kWidth>
 FI_INLINE void load_two(typename Vector<kWidth>::Floats& a, typename Vector<kWidth>::Floats& b, const bf16_t* from) {
   typename Vector<kWidth>::Words words;
@@ -94,7 +94,7 @@ template <int kUpper>
 struct Interleaved {
   static constexpr int of(int lane, int width) { return kUpper * width / 2 + lane / 2 + lane % 2 * width; }
 };
-// The lower or upper halves of parts of kPart lanes, those of a and of b in turns.
+// The lower or upper halves of parts of kPart lanes, those of a and of b alternately.
 template <int kPart, int kUpper>
 struct HalfParts {
   static constexpr int of(int lane, int width) {

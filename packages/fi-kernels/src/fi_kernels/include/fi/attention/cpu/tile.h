@@ -271,7 +271,7 @@ class CpuTile {
     }
   }
 
-  // Collects the addresses of those rows; keys <= kKeysPerPart. Heads take turns, so memory is read in order and the
+  // Collects the addresses of those rows; keys <= kKeysPerPart. Heads alternate, so memory is read in order and the
   // hardware prefetches.
   void gather_rows(const CacheRows& from, int64_t width, int32_t h, int32_t key, int32_t keys) {
     int64_t count = 0;

@@ -1,4 +1,4 @@
-// What Hopper has for pages of any size: warps that take keys in turn, and clusters where there is little work.
+// What Hopper has for pages of any size: warps that take alternate keys, and clusters where there is little work.
 #pragma once
 #include "fi/attention/decode/batch_decode.cuh"
 #include "fi/attention/decode/cluster_sm90.cuh"

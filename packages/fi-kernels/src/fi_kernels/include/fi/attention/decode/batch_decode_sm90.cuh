@@ -15,7 +15,7 @@
 
 namespace fi {
 
-// kWarps consumer warps in kGroups groups, which take the stages in turns; each warp of a group processes kWarpKeys of
+// kWarps consumer warps in kGroups groups, which take alternate stages; each warp of a group processes kWarpKeys of
 // a stage. Long work ranges use kLong of the kStages stages. kRows: the most rows of a q tile, or of a kv head of it. A
 // q tile has kHeads kv heads, and a stage the keys of all: each warp processes those of one head.
 template <class T, class Q, class KV, int kDim, int kWarps, int kWarpKeys, int kStages, int kLong, bool kWhole,

@@ -43,7 +43,8 @@ struct alignas(16) DecodeHeader {
                ? cta / static_ranges * (static_ranges + dynamic_ranges) + cta % static_ranges
                : -1;
   }
-  // Dynamic range number i. CTAs take one of each group in turn, so that all q tiles read the same requests; -1: none.
+  // Dynamic range number i. CTAs take one of each group after the other, so that all q tiles read the same requests;
+  // -1: none.
   FI_HOST_DEVICE int32_t dynamic_range(int32_t i) const {
     return i < range_groups * dynamic_ranges
                ? i % range_groups * (static_ranges + dynamic_ranges) + static_ranges + i / range_groups

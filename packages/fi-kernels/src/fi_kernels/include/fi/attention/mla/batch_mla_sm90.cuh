@@ -1,7 +1,7 @@
 // Batch MLA on Hopper for wide q tiles: a persistent CTA of 64 packed query rows. A producer warpgroup loads each KV
 // tile once; it serves as K (576 columns) and as V (512). Of two consumer warpgroups each keeps half of the 512 output
-// columns in registers. They take KV tiles in turn: one computes scores and softmax of its tile while the tensor cores
-// multiply the other's, and both multiply the probabilities of every tile with their half of V.
+// columns in registers. They take alternate KV tiles: one computes scores and softmax of its tile while the tensor
+// cores multiply the other's, and both multiply the probabilities of every tile with their half of V.
 #pragma once
 #include "fi/attention/mla/mla_merge.cuh"
 #include "fi/attention/mla/mla_producer_sm90.cuh"
@@ -55,7 +55,7 @@ struct MlaWgmmaKernel {
     float row_max[2], row_sum[2];
   };
 
-  // What a consumer thread needs in every turn.
+  // What a consumer thread needs in every iteration.
   struct Consumer {
     uint64_t q, k, v, prob;  // operands; v: this warpgroup's half of stage 0
     int group, thread, lane, row;
@@ -118,9 +118,9 @@ struct MlaWgmmaKernel {
     }
   }
 
-  // A turn of a warpgroup: scores and softmax of KV tile j and its product with V; and the product of tile j - 1, whose
-  // probabilities the other warpgroup computes. Whichever is ready first comes first: where loads are slow the tile
-  // before must be released early, where they are fast the tensor cores must not wait for the other's softmax.
+  // An iteration of a warpgroup: scores and softmax of KV tile j and its product with V; and the product of tile j - 1,
+  // whose probabilities the other warpgroup computes. Whichever is ready first comes first: where loads are slow the
+  // tile before must be released early, where they are fast the tensor cores must not wait for the other's softmax.
   enum class Order { kScoresFirst, kOtherFirst };
 
   // Whether tile j is there before the other's probabilities; the same in the whole warpgroup.
@@ -133,7 +133,8 @@ struct MlaWgmmaKernel {
     return barrier_any(1 + c.group, kWarpgroup, arrived);
   }
 
-  // NOTE: scores are finished before the other's turn. With them in flight ptxas does not let the output be rescaled.
+  // NOTE: scores are finished before the other's iteration. With them in flight ptxas does not let the output be
+  // rescaled.
   template <Order kOrder>
   FI_DEVICE void take_turn(const Consumer& c, int j, float (&o)[128], Rows& rows) const {
     const auto at = PipelineState::consumer_at<kStages>(c.taken + j);

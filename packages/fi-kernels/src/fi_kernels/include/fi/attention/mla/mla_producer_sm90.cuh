@@ -68,7 +68,7 @@ struct MlaProducer {
     }
   }
 
-  // Whether both CTAs of a cluster widen half of each KV tile and store it in the shared memory of both.
+  // Whether both CTAs of a cluster dequantize half of each KV tile and store it in the shared memory of both.
   FI_DEVICE bool exchanges() const { return kFp8 && params.cluster == 2; }
   // All threads: who exchanges meets the other CTA, before it stores there and before it ends.
   FI_DEVICE void meet() const {

@@ -45,6 +45,8 @@ class PlanOption:
         self.name = name
 
     def __get__(self, wrapper: Any, owner: type) -> Any:
+        if wrapper is None:  # of the class, as the reference lists its members
+            return self
         try:
             return vars(wrapper)[self.name]
         except KeyError:

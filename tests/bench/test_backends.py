@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from fi_bench import backends, case, parsing
+from fi_bench import backends, case, cases, parsing
 from fi_bench.case import Inputs, Planned
 from fi_bench.errors import SkipError
 from fi_bench.measure import Options, measure
@@ -45,7 +45,7 @@ class Wrapper:
 
 def wrapped(name: str, **more: Any) -> case.Case:
     """A case whose function is a wrapper class."""
-    plain = case.find("rmsnorm")
+    plain = cases.find("rmsnorm")
     assert plain is not None
     return dataclasses.replace(
         plain, routine=name, function="norm.Wrapper", op="none", poison=(),
@@ -77,7 +77,7 @@ def test_a_wrapper_is_planned_once_and_untimed(ours: type[Wrapper]) -> None:
 
 def test_a_planned_case_runs_end_to_end(ours: type[Wrapper], monkeypatch: pytest.MonkeyPatch) -> None:
     found = wrapped("rmsnorm", peers={"torch_math": Planned(lambda x: [0], lambda state, x: x.input * (state[0] + 1))})
-    monkeypatch.setattr(case, "find", lambda routine: found)
+    monkeypatch.setattr(cases, "find", lambda routine: found)
     line = "--routine rmsnorm --batch_size 2 --hidden_size 8 --refcheck --num_iters 3 --backends auto torch_math"
     args = parsing.parse(line.split())
     args.device = "cpu"
@@ -119,7 +119,7 @@ def test_flash_mla_takes_sparse_rows_of_656_bytes(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     line = "--routine trtllm_batch_decode_with_kv_cache_mla --batch_size 2 --s_kv 70 --sparse_mla_top_k 13"
     p = parsing.parse(f"{line} --num_qo_heads 64 --num_kv_heads 1 --kv_dtype fp8_e4m3".split())
-    found = case.find(p.routine)
+    found = cases.find(p.routine)
     assert found is not None and found.unsupported is not None
     x = found.make(p, CPU, torch.Generator().manual_seed(0))
     runner = backends.bind("flashmla", found, "cuda")
@@ -132,7 +132,7 @@ def test_flash_mla_takes_sparse_rows_of_656_bytes(monkeypatch: pytest.MonkeyPatc
 
 
 def rmsnorm(**changes: Any) -> case.Case:
-    found = case.find("rmsnorm")
+    found = cases.find("rmsnorm")
     assert found is not None
     return dataclasses.replace(found, **changes)
 
@@ -208,7 +208,7 @@ def test_a_build_inside_another_package_is_found_without_importing_it(
 
 def test_a_public_backend_that_is_no_implementation_goes_to_the_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     """`fa2` stays a word of --backends whatever the implementations are named; their names are forced on the op."""
-    decode = case.find("BatchDecodeWithPagedKVCacheWrapper")
+    decode = cases.find("BatchDecodeWithPagedKVCacheWrapper")
     assert decode is not None
     monkeypatch.setattr(backends, "implementations", lambda found: ("cpu", "tensor_core"))
     backends.ours.cache_clear()
@@ -220,7 +220,7 @@ def test_a_public_backend_that_is_no_implementation_goes_to_the_wrapper(monkeypa
         assert own.context is not contextlib.nullcontext
         with pytest.raises(SkipError, match="does not run on --device cpu"):
             backends.bind("fa2", decode, "cpu")
-        single = case.find("single_decode_with_kv_cache")
+        single = cases.find("single_decode_with_kv_cache")
         assert single is not None
         assert backends.is_ours("fa3", decode)
         assert not backends.is_ours("fa3", single), "FlashAttention-3, where fi-core has no backend of that name"

@@ -8,7 +8,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from fi_bench import backends, case, catalog, parsing, refcheck
+from fi_bench import backends, case, cases, catalog, parsing, refcheck
 from fi_bench.case import Inputs
 from fi_bench.cases import common
 from fi_bench.errors import SkipError
@@ -64,7 +64,7 @@ CASES = [
     found
     for family in SMALL
     for routine in catalog.FAMILIES[family].routines
-    if (found := case.find(routine)) is not None
+    if (found := cases.find(routine)) is not None
 ]
 
 
@@ -140,7 +140,7 @@ def parse(line: str) -> Namespace:
 
 def test_a_wrapper_needs_only_its_description() -> None:
     """The cascade wrapper has no module in `cases`: flags, inputs, plan, reference and work come from its trace."""
-    found = case.find("MultiLevelCascadeAttentionWrapper")
+    found = cases.find("MultiLevelCascadeAttentionWrapper")
     assert found is not None
     sizes = "--batch_size 3 --shared_kv_len 33 --kv_len 20 --num_qo_heads 4 --num_kv_heads 2 --head_dim 64"
     p = parse(f"--routine {found.routine} {sizes} --dtype float16")
@@ -152,11 +152,11 @@ def test_a_wrapper_needs_only_its_description() -> None:
 
 
 def test_known_work_of_known_shapes() -> None:
-    rms = case.find("rmsnorm")
+    rms = cases.find("rmsnorm")
     assert rms is not None
     p = parse("--routine rmsnorm --batch_size 16 --hidden_size 256")
     assert rms.work(p, inputs_of(rms, p)).bytes == 2 * 16 * 256 * 2 + 256 * 2
-    decode = case.find("single_decode_with_kv_cache")
+    decode = cases.find("single_decode_with_kv_cache")
     assert decode is not None
     shape = "--s_kv 100 --num_qo_heads 8 --num_kv_heads 2 --head_dim_qk 64"
     p = parse(f"--routine single_decode_with_kv_cache {shape}")
@@ -166,7 +166,7 @@ def test_known_work_of_known_shapes() -> None:
 
 
 def test_llama31_frequencies_scale_only_the_slow_ones() -> None:
-    found = case.find("apply_llama31_rope_pos_ids")
+    found = cases.find("apply_llama31_rope_pos_ids")
     assert found is not None
     line = "--batch_size 1 --seq_len 2 --num_qo_heads 1 --num_kv_heads 1 --head_dim 128 --rope_theta 5e5 --rope_scale 8"
     x = inputs_of(found, parsing.parse(f"--routine {found.routine} {line}".split()))
@@ -178,7 +178,7 @@ def test_llama31_frequencies_scale_only_the_slow_ones() -> None:
 
 
 def test_a_row_that_sees_no_key_gives_zero_and_minus_infinity() -> None:
-    found = case.find("single_prefill_with_kv_cache_return_lse")
+    found = cases.find("single_prefill_with_kv_cache_return_lse")
     assert found is not None
     line = "--s_qo 3 --s_kv 1 --num_qo_heads 1 --num_kv_heads 1 --head_dim_qk 8 --window_left 0"
     p = parsing.parse(f"--routine {found.routine} {line}".split())

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from bench.helpers import made, trials, write
-from fi_bench import backends, case, catalog
+from fi_bench import backends, cases, catalog
 from fi_bench.cli import VERBS, main
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -141,7 +141,7 @@ def test_list_routines_shows_all_and_their_status(capsys: pytest.CaptureFixture[
     assert "cpu" in rows["rmsnorm"]["ours"].split()
     assert rows["rmsnorm_fp4quant"]["status"] == "no op yet"
     for name, row in rows.items():
-        found = case.find(name)
+        found = cases.find(name)
         assert (row["status"] == "ready") == (found is not None and backends.exists(found))
 
 

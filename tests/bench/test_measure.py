@@ -14,7 +14,7 @@ import torch
 
 from fi_bench import measure
 from fi_bench.case import Inputs
-from fi_bench.measure import Cache, Options, device, gpu, nvml, wall
+from fi_bench.measure import Cache, Options, device, gpu, loops, nvml, samples, wall
 from fi_core.testing import l2
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_rotation_touches_twice_the_cache(small_cache: int) -> None:
     x = Inputs(a=torch.ones(1000, dtype=torch.uint8), b=torch.ones(500, dtype=torch.uint8), n=3)
-    copies, cache = measure.rotation(x, 1500, CPU)
+    copies, cache = samples.rotation(x, 1500, CPU)
     assert cache.verified
     assert cache.state == "cold"
     assert len(copies) == cache.copies == 15
@@ -40,13 +40,13 @@ def test_rotation_touches_twice_the_cache(small_cache: int) -> None:
 def test_what_a_call_does_not_touch_does_not_count(small_cache: int) -> None:
     """A cache of 100 pages of which one row is written: the row is the footprint."""
     x = Inputs(pool=torch.ones(5000, dtype=torch.uint8))
-    _, cache = measure.rotation(x, 100, CPU)
+    _, cache = samples.rotation(x, 100, CPU)
     assert cache.copies >= 200
-    assert measure.rotation(x, 10**9, CPU)[1].copies == 5, "nor can a call touch more than there is"
+    assert samples.rotation(x, 10**9, CPU)[1].copies == 5, "nor can a call touch more than there is"
 
 
 def test_too_little_memory_is_not_reported_as_cold(small_cache: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure.loops, "_free_bytes", lambda where: 5000)
+    monkeypatch.setattr(loops, "_free_bytes", lambda where: 5000)
     found = measure.measure(lambda x: x.a.add_(1), Inputs(a=torch.ones(1000, dtype=torch.uint8)), 1000, CPU,
                             Options(num_iters=3, cache="cold"))  # fmt: skip
     assert (found.cache.verified, found.cache.state) == (False, "cold?")
@@ -90,14 +90,14 @@ def test_auto_count_stops_when_the_median_is_known_or_time_is_over() -> None:
         taken.extend([100.0] * n)
         return [100.0] * n
 
-    assert len(measure.collect(steady, "auto", lambda: 0.0)) == 30
-    assert len(measure.collect(steady, 7, lambda: 0.0)) == 7
+    assert len(samples.collect(steady, "auto", lambda: 0.0)) == 30
+    assert len(samples.collect(steady, 7, lambda: 0.0)) == 7
     rng = random.Random(5)
     clock = itertools.count()
-    found = measure.collect(lambda n: [rng.uniform(50, 150) for _ in range(n)], "auto", lambda: float(next(clock)))
+    found = samples.collect(lambda n: [rng.uniform(50, 150) for _ in range(n)], "auto", lambda: float(next(clock)))
     assert 30 < len(found) <= 150, "until three seconds are over"
-    forever = measure.collect(lambda n: [rng.uniform(50, 150) for _ in range(n)], "auto", lambda: 0.0)
-    assert len(forever) == measure.AUTO_MOST
+    forever = samples.collect(lambda n: [rng.uniform(50, 150) for _ in range(n)], "auto", lambda: 0.0)
+    assert len(forever) == samples.AUTO_MOST
 
 
 def test_megahertz_between_marks() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fi_bench import backends, cli, parsing
-from fi_bench.case import find
+from fi_bench.cases import find
 from fi_core.cli.arguments import parser
 
 ROOT = Path(__file__).resolve().parents[2]

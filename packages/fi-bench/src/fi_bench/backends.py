@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from fi_bench import support
-from fi_bench.case import Case, Inputs, Planned, every
+from fi_bench import cases, support
+from fi_bench.case import Case, Inputs, Planned
 from fi_bench.errors import SkipError, UsageError, did_you_mean
 from fi_bench.peers import FLASHINFER, LIBRARIES
 
@@ -32,7 +32,7 @@ _OWN = "fi:"  # before the name of an implementation of fi-core that is also the
 @functools.cache
 def ours() -> tuple[str, ...]:
     """The names that mean fi-core: devices, public backends, and the implementations of its ops."""
-    found = dict.fromkeys((*_DEVICES, *_PUBLIC, *(name for case in every() for name in implementations(case))))
+    found = dict.fromkeys((*_DEVICES, *_PUBLIC, *(name for case in cases.every() for name in implementations(case))))
     return tuple(_OWN + name if name in (*LIBRARIES, *_FOREIGN) else name for name in found)
 
 

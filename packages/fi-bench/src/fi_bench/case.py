@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-import pkgutil
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fi_bench import cases
-from fi_bench.catalog import FAMILY_OF, family_of
+from fi_bench.catalog import family_of
 from fi_core.observe.template import TraceTemplate, Work
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Case", "Inputs", "Outputs", "Planned", "Tolerance", "Work", "dtype_of", "every", "find"]
+__all__ = ["Case", "Inputs", "Outputs", "Planned", "Tolerance", "Work", "dtype_of"]
 
 Outputs = dict[str, "torch.Tensor"]
 
@@ -100,26 +95,6 @@ class Case:
     @property
     def family(self) -> str:
         return family_of(self.routine).name
-
-
-@functools.cache
-def _modules() -> tuple[ModuleType, ...]:
-    found = pkgutil.iter_modules(cases.__path__, f"{cases.__name__}.")
-    modules = (importlib.import_module(info.name) for info in found)
-    return tuple(module for module in modules if hasattr(module, "CASES"))
-
-
-def every() -> list[Case]:
-    """The cases of all routines of the catalog."""
-    return [found for routine in FAMILY_OF if (found := find(routine)) is not None]
-
-
-def find(routine: str) -> Case | None:
-    """The case of a routine: of a module in `cases/`, else of its description; None if it has neither."""
-    from fi_bench import derived
-
-    own = (found for module in _modules() for found in module.CASES if found.routine == routine)
-    return next(own, None) or derived.case(routine)
 
 
 def dtype_of(name: str) -> torch.dtype:

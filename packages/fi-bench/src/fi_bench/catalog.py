@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from fi_bench import flags
 from fi_bench.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from fi_core.observe.trace import Described
 
 
 @dataclass(frozen=True)
@@ -175,12 +181,39 @@ FAMILIES = {
 FAMILY_OF = {routine: family.name for family in FAMILIES.values() for routine in family.routines}
 
 
-def family_of(routine: str) -> Family:
-    if routine not in FAMILY_OF:
-        from fi_bench import derived
+@functools.cache
+def description(routine: str) -> Described | None:
+    """A described function or wrapper of fi_core, or None."""
+    from fi_core.registry import described
 
-        if found := derived.family(routine):
-            return found
+    return described(routine)
+
+
+def sizes(found: Described) -> dict[str, Any]:
+    """The sizes that the description makes inputs from, with their usual values."""
+    assert found.template.make is not None
+    parameters = inspect.signature(found.template.make).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def _flag(name: str, usual: Any) -> flags.Flag:
+    help = f"{name} of the description"
+    if isinstance(usual, bool):
+        return flags.switch(name, help)
+    if isinstance(usual, int):
+        return flags.number(name, usual, help, least=0)
+    if isinstance(usual, float):
+        return flags.real(name, usual, help)
+    return flags.dtype(name, usual) if name.endswith("dtype") else flags.Flag(name, help, default=usual)
+
+
+def family_of(routine: str) -> Family:
+    """The family of a routine; a described function has its own, whose flags are the sizes of its description."""
+    if routine in FAMILY_OF:
+        return FAMILIES[FAMILY_OF[routine]]
+    found = description(routine)
+    if found is None:
         hint = did_you_mean(routine, FAMILY_OF) or "; `fi-bench list routines` shows all"
         raise UsageError(f"unknown routine {routine!r}{hint}")
-    return FAMILIES[FAMILY_OF[routine]]
+    own = tuple(_flag(name, usual) for name, usual in sizes(found).items())
+    return Family(found.function.__module__.removeprefix("fi_core."), own, (routine,))

@@ -1,4 +1,4 @@
-"""Cases of functions without a module in `cases/`: flags, inputs, work, reference, torch peer of the description."""
+"""Cases of functions without a module in `cases/`: inputs, work, reference, torch peer of the description."""
 
 from __future__ import annotations
 
@@ -6,57 +6,18 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from fi_bench import flags
+from fi_bench.case import Case, Inputs, dtype_of
+from fi_bench.catalog import description, sizes
+from fi_bench.described import described, description_of, eager, public_backend
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Sequence
 
-    from fi_bench.case import Case, Inputs
-    from fi_bench.catalog import Family
-    from fi_core.observe.trace import Described
-
-
-@functools.cache
-def _described(routine: str) -> Described | None:
-    """A described function or wrapper of fi_core, or None."""
-    from fi_core.registry import described
-
-    return described(routine)
-
-
-def _sizes(found: Described) -> dict[str, Any]:
-    """The sizes that the description makes inputs from, with their usual values."""
-    assert found.template.make is not None
-    parameters = inspect.signature(found.template.make).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-def _flag(name: str, usual: Any) -> flags.Flag:
-    help = f"{name} of the description"
-    if isinstance(usual, bool):
-        return flags.switch(name, help)
-    if isinstance(usual, int):
-        return flags.number(name, usual, help, least=0)
-    if isinstance(usual, float):
-        return flags.real(name, usual, help)
-    return flags.dtype(name, usual) if name.endswith("dtype") else flags.Flag(name, help, default=usual)
-
-
-def family(routine: str) -> Family | None:
-    """A family of this routine alone, whose flags are the sizes of its description; None if it has none."""
-    from fi_bench.catalog import Family
-
-    found = _described(routine)
-    if found is None:
-        return None
-    own = tuple(_flag(name, usual) for name, usual in _sizes(found).items())
-    return Family(found.function.__module__.removeprefix("fi_core."), own, (routine,))
-
 
 def case(routine: str) -> Case | None:
     """The case of a described function; None if it has no description."""
-    found = _described(routine)
+    found = description(routine)
     return None if found is None or found.template.work is None else case_of(routine)
 
 
@@ -65,9 +26,7 @@ def case_of(routine: str, torch: Callable[[Inputs], Any] | None = None, **more: 
 
     A function with `out` writes to a tensor that is allocated before, and one with `enable_pdl` obeys the flag.
     """
-    from fi_bench.described import described, eager, public_backend
-
-    found = _described(routine)
+    found = description(routine)
     assert found is not None, f"{routine} has no description"
     function = f"{(found.wrapper or found.function).__module__.removeprefix('fi_core.')}.{routine}"
     parameters = inspect.signature(found.function).parameters
@@ -81,13 +40,11 @@ def case_of(routine: str, torch: Callable[[Inputs], Any] | None = None, **more: 
         "pdl": pdl,
     }
     peer = torch or (found.template.eager and functools.partial(eager, function))
-    return described(function, functools.partial(_asked, tuple(_sizes(found))), None, peer, **{**own, **more})
+    return described(function, functools.partial(_asked, tuple(sizes(found))), None, peer, **{**own, **more})
 
 
 def _asked(sizes: Sequence[str], p: Namespace) -> dict[str, Any]:
     """Sizes from flags of the same names that have a value; the data type of inputs may be the flag --input_dtype."""
-    from fi_bench.case import dtype_of
-
     flag_of = {name: f"input_{name}" if name == "dtype" and "input_dtype" in p else name for name in sizes}
     asked = {name: value for name, flag in flag_of.items() if (value := getattr(p, flag, None)) is not None}
     return {name: dtype_of(value) if name.endswith("dtype") else value for name, value in asked.items()}
@@ -96,9 +53,6 @@ def _asked(sizes: Sequence[str], p: Namespace) -> dict[str, Any]:
 def _added(function: str, allocated: bool, pdl: bool, p: Namespace, x: Inputs) -> dict[str, Any]:
     """The arguments that a description leaves out: `out` for the first output, and `enable_pdl`."""
     import torch
-
-    from fi_bench.case import dtype_of
-    from fi_bench.described import description_of
 
     added: dict[str, Any] = {"enable_pdl": p.enable_pdl or None} if pdl else {}
     if allocated and "out" not in x:

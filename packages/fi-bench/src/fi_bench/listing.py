@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fi_bench import backends, case, presets, record, summary, support
+from fi_bench import backends, cases, presets, record, summary, support
 from fi_bench.catalog import FAMILY_OF, family_of
 from fi_bench.console import table
 from fi_bench.errors import OK, UsageError
@@ -41,7 +41,7 @@ def main(words: Sequence[str]) -> int:
 def _routines() -> list[dict[str, Any]]:
     rows = []
     for routine, family in FAMILY_OF.items():
-        found = case.find(routine)
+        found = cases.find(routine)
         if found is None:
             ours, peers, status = "-", "-", "no op yet"
         else:
@@ -57,7 +57,7 @@ def _backends() -> list[dict[str, Any]]:
     rows = []
     for name, library in LIBRARIES.items():
         there = library.module() is not None
-        routines = sum(name in ("torch", "flashinfer") or name in found.peers for found in case.every())
+        routines = sum(name in ("torch", "flashinfer") or name in found.peers for found in cases.every())
         rows.append(
             {
                 "backend": name,
@@ -74,7 +74,7 @@ def _support(routine: str | None) -> list[dict[str, Any]]:
     wanted = FAMILY_OF if routine is None else [routine] if family_of(routine) else []
     rows = []
     for name in wanted:
-        found = case.find(name)
+        found = cases.find(name)
         known = backends.capabilities(found) if found else {}
         known |= {peer: _capabilities(peer) for peer in (found.peers if found else ())}
         known |= {f"flashinfer:{backend}": on for backend, on in support.FLASHINFER.get(name, {}).items()}

@@ -50,11 +50,11 @@ def _once(args: Namespace) -> int:
     """Three calls outside, one inside the profiler's range."""
     import torch
 
-    from fi_bench import backends, case
+    from fi_bench import backends, cases
     from fi_bench.errors import SkipError
     from fi_bench.runner import device_of, marked
 
-    found = case.find(args.routine)
+    found = cases.find(args.routine)
     if found is None:
         raise UsageError(f"fi-core has no {args.routine} yet")
     try:

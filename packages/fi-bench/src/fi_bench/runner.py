@@ -11,8 +11,8 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from fi_bench import backends, case, environment, record, refcheck, stats
-from fi_bench.case import Case, Inputs, Outputs
+from fi_bench import backends, cases, environment, record, refcheck, stats
+from fi_bench.case import Case, Inputs, Outputs, Work
 from fi_bench.catalog import family_of
 from fi_bench.console import Log, human_time, perf, say
 from fi_bench.errors import ContextLostError, MismatchError, SkipError
@@ -34,7 +34,7 @@ def asked_backends(args: Namespace) -> list[str]:
     if args.device == "cpu" or not torch.cuda.is_available():
         return ["cpu"]
     usual = list(family_of(args.routine).default_backends)
-    found = case.find(args.routine)
+    found = cases.find(args.routine)
     ours = backends.implementations(found) if found and backends.exists(found) else ()
     return ["auto"] if ours and not set(usual) & set(ours) else usual
 
@@ -142,7 +142,7 @@ class CaseRun:
         }
 
     def _fill(self, name: str, found: Record) -> None:
-        found_case = case.find(self.args.routine)
+        found_case = cases.find(self.args.routine)
         if found_case is None:
             raise SkipError(f"fi-core has no {self.args.routine} yet")
         self.case = found_case
@@ -293,7 +293,7 @@ def fresh(inputs: Inputs) -> Inputs:
     return Inputs(clone_tree(inputs))
 
 
-def _measured(m: Measurement, work: case.Work) -> Record:
+def _measured(m: Measurement, work: Work) -> Record:
     """The measured part of a record; times in nanoseconds."""
     summary = stats.summary(m.samples_ns)
     seconds = float(summary["median"]) / 1e9

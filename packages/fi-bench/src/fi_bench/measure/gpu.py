@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fi_bench.case import Inputs
-from fi_bench.measure import Cache, Call, Measurement, Options, collect, loops, nvml, rotation
+from fi_bench.measure import loops, nvml
 from fi_bench.measure.device import HOLD_LIMIT_NS, DriverError, Kernels, kernels, megahertz
+from fi_bench.measure.samples import Cache, Call, Measurement, Options, collect, rotation
 from fi_bench.measure.wall import host_cost_ns
 from fi_core.testing import l2
 from fi_core.testing.cupti import CuptiRecorder, CuptiUnavailableError, Window

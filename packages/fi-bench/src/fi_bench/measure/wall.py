@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from fi_bench.case import Inputs
-from fi_bench.measure import Cache, Call, Measurement, Options, collect, rotation
 from fi_bench.measure.loops import SHORTEST_SAMPLE_NS, queued_ns, wall_ns
+from fi_bench.measure.samples import Cache, Call, Measurement, Options, collect, rotation
 from fi_core.testing import l2
 
 _HOST_BATCHES = 10

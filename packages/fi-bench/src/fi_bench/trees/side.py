@@ -1,7 +1,7 @@
 """One checkout's side of `compare-trees`: a process that prepares cases and times one turn of each when it is told to.
 
 The file runs as a script with the package folders of the measured checkout. Of that checkout it uses the public
-functions of fi_core and, of fi_bench, `parsing.parse`, `case.find` and the fields function, make, plan, call, outputs,
+functions of fi_core and, of fi_bench, `parsing.parse`, `cases.find` and the fields function, make, plan, call, outputs,
 poison and work of a case. The timed loops are those of the checkout that compares.
 """
 
@@ -66,10 +66,12 @@ class Turns:
     def __init__(self, words: list[str], device_name: str) -> None:
         import torch
 
-        from fi_bench import case, parsing
+        from fi_bench import case, cases, parsing
 
         args = parsing.parse(words)
-        found = case.find(args.routine)
+        older: Any = case  # has `find` in a checkout whose `cases` does not
+        find = getattr(cases, "find", None) or older.find
+        found = find(args.routine)
         if found is None:
             raise LookupError(f"this checkout has no case of {args.routine}")
         self.device = (

@@ -135,16 +135,16 @@ def python(fresh: Callable[[], None]) -> Iterator[Python]:
 @pytest.fixture
 def bare(fresh: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine without a GPU and without prebuilt packages."""
-    from fi_core.jit import core
+    from fi_core.jit import base
     from fi_core.runtime.build import driver
     from fi_core.runtime.resolve import provider
 
     monkeypatch.setattr(driver, "LIBRARY", "libno-driver-here.so")
     monkeypatch.setattr(provider.metadata, "entry_points", lambda **_: [])
     monkeypatch.setattr(provider, "PACKAGES", ())
-    core.context.cache_clear()
+    base.context.cache_clear()
     yield
-    core.context.cache_clear()
+    base.context.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from core.console import SMALL, Cli, artifacts
 from core.package import pack
 from fi_core.cli import machine, main
 from fi_core.cli.arguments import parser
-from fi_core.jit import core
+from fi_core.jit import base
 from fi_core.observe import log
 from fi_core.observe.dump import Dumper
 from fi_core.observe.log import Settings, fi_api
@@ -199,7 +199,7 @@ def test_why_names_a_library_that_is_missing(cli: Cli, monkeypatch: pytest.Monke
 def test_why_on_the_targets_of_this_machine(cli: Cli, gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [data["target"] for data in cli.json("why", SMALL)] == ["sm_89", "sm_90a"]
     monkeypatch.setenv("FI_CUDA_ARCH_LIST", "8.0")
-    core.context.cache_clear()
+    base.context.cache_clear()
     assert cli.json("why", SMALL)["target"] == "sm_80"
     assert [data["target"] for data in cli.json("why", SMALL, "--target", "cpu", "--target", "10.0")] == [
         str(CPU),

@@ -12,7 +12,7 @@ import fi_core
 from core.console import Cli, artifacts
 from core.package import pack
 from fi_core.cli import doctor, machine
-from fi_core.jit import core, ops
+from fi_core.jit import base, ops
 from fi_core.registry import ops as all_ops
 from fi_core.runtime.build import driver, sources, toolchain
 from fi_core.runtime.resolve import provider, store
@@ -58,7 +58,7 @@ def test_doctor_without_a_compiler(cli: Cli, fresh: Fresh, tmp_path: Path, monke
     assert levels(cli)["host modules"][:2] == ("ok", f"{len(every)} of {len(every)} are there")
 
     monkeypatch.setenv("FI_CUDA_ARCH_LIST", "9.0")
-    core.context.cache_clear()
+    base.context.cache_clear()
     level, text, fix = levels(cli, code=1)["device binaries"]
     assert level == "FAIL" and "there is no CUDA compiler for the others" in text
     assert "pip install nvidia-cuda-nvrtc" in fix and "pip install fi-cubin" in fix
@@ -158,7 +158,7 @@ def test_doctor_on_gpus(cli: Cli, gpus: None, monkeypatch: pytest.MonkeyPatch) -
     assert "2.13.0+cpu is built without CUDA" in cli("doctor", code=1)
     monkeypatch.setenv("FI_MOCK_STATUS", "803")
     driver.driver.cache_clear()
-    core.context.cache_clear()
+    base.context.cache_clear()
     level, text, _ = levels(cli, code=1)["NVIDIA driver"]
     assert level == "FAIL" and "cuInit failed with 803" in text
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fi_core
 from core.package import pack
 from fi_core import jit
-from fi_core.jit import core, ops
+from fi_core.jit import base, ops
 from fi_core.runtime.errors import CompileError, MissingKernelError
 from fi_core.runtime.resolve import store
 from fi_core.runtime.spec.op import Entry
@@ -33,10 +33,10 @@ Fresh = Callable[[], None]
 def empty(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty store, an empty registry, and only the architectures that a test lists."""
     monkeypatch.setattr("fi_core.runtime.build.driver.LIBRARY", "libno-driver-here.so")
-    monkeypatch.setattr(core, "jit_spec_registry", core.JitSpecRegistry())
-    core.context.cache_clear()
+    monkeypatch.setattr(base, "jit_spec_registry", base.JitSpecRegistry())
+    base.context.cache_clear()
     yield
-    core.context.cache_clear()
+    base.context.cache_clear()
 
 
 def run(text: str, **environment: str) -> str:
@@ -52,13 +52,13 @@ def run(text: str, **environment: str) -> str:
 
 
 def test_names_are_lazy(tmp_path: Path) -> None:
-    heavy = '{"torch", "numpy", "tvm_ffi", "fi_core.jit.core"} & sys.modules.keys()'
+    heavy = '{"torch", "numpy", "tvm_ffi", "fi_core.jit.base"} & sys.modules.keys()'
     assert run(f"import sys, fi_core.jit; print({heavy})") == "set()\n"
     assert not (tmp_path / "cache").exists()
     for name in jit.__all__:
         assert getattr(jit, name) is not None
     assert jit.MissingJITCacheError is MissingKernelError
-    assert jit.current_compilation_context is core.context()
+    assert jit.current_compilation_context is base.context()
     assert tmp_path / "cache" / "cached_ops" == fi_core.jit.env.FI_JIT_DIR
 
 
@@ -137,10 +137,10 @@ def test_module_of_an_activation() -> None:
 
 
 def test_default_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert core.default_targets() == (CPU,)
-    core.context.cache_clear()
+    assert base.default_targets() == (CPU,)
+    base.context.cache_clear()
     monkeypatch.setenv("FI_CUDA_ARCH_LIST", "9.0 8.0")
-    assert core.default_targets() == (AMPERE, HOPPER)
+    assert base.default_targets() == (AMPERE, HOPPER)
     assert {spec.target for spec in jit.gen_get_seq_lens_module().specs} == {AMPERE, HOPPER}
 
 
@@ -174,7 +174,7 @@ def test_build_load_and_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     module.get_seq_lens(out, *lengths, 16)
     assert out.tolist() == [16 + 5, 16]
 
-    status = core.jit_spec_registry.get_spec_status("get_seq_lens")
+    status = base.jit_spec_registry.get_spec_status("get_seq_lens")
     assert status is not None
     assert (status.status, status.library_path, status.needs_device_linking) == (
         "Compiled",
@@ -185,9 +185,9 @@ def test_build_load_and_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     spec.write_ninja()
     jit.clear_cache_dir()
     assert not spec.is_compiled
-    assert core.jit_spec_registry.get_stats() == {"total": 1, "compiled": 0, "not_compiled": 1}
-    assert [s.status for s in core.jit_spec_registry.get_all_statuses()] == ["Not Compiled"]
-    assert core.jit_spec_registry.get_spec_status("other") is None
+    assert base.jit_spec_registry.get_stats() == {"total": 1, "compiled": 0, "not_compiled": 1}
+    assert [s.status for s in base.jit_spec_registry.get_all_statuses()] == ["Not Compiled"]
+    assert base.jit_spec_registry.get_spec_status("other") is None
     assert spec.is_ninja_generated, "generated files are kept"
 
 
@@ -326,7 +326,7 @@ def test_device_code_of_the_example(tmp_path: Path, mock_driver: Path, monkeypat
     with pytest.raises(RuntimeError, match="found sm_75"):
         jit.gen_jit_spec("scale", sources)
     monkeypatch.setenv("FI_CUDA_ARCH_LIST", "9.0 7.5 8.0")
-    core.context.cache_clear()
+    base.context.cache_clear()
     spec = jit.gen_jit_spec("scale", sources, entries=[Entry("scale", "", 256)])
     assert [a.file for a in spec.artifacts] == ["scale_cuda.so", "scale_sm_80.cubin", "scale_sm_90a.cubin"]
     spec.build()
@@ -369,7 +369,7 @@ def test_targets_and_flags_of_device_code(monkeypatch: pytest.MonkeyPatch) -> No
     """`-gencode` replaces the context's targets; other flags go to the compiler and into the key."""
     monkeypatch.setenv("FI_CUDA_ARCH_LIST", "9.0 8.0")
     sources = [EXAMPLE / "scale.cc", EXAMPLE / "scale.cu"]
-    flags = core.context().get_nvcc_flags_list([8])
+    flags = base.context().get_nvcc_flags_list([8])
     spec = jit.gen_jit_spec("scale", sources, extra_cuda_cflags=[*flags, "-DN=1"])
     assert [a.file for a in spec.artifacts] == ["scale_cuda.so", "scale_sm_80.cubin"]
     assert spec.extra_cuda_cflags == ["-use_fast_math", "-std=c++17", "-DN=1"]
@@ -475,7 +475,7 @@ def test_gen_jit_spec_rejects(arguments: dict[str, Any], message: str) -> None:
     sources = [EXAMPLE / name for name in arguments.pop("sources", ["scale.cc"])]
     with pytest.raises(ValueError, match=message):
         jit.gen_jit_spec(arguments.pop("name", "scale"), sources, **arguments)
-    assert core.jit_spec_registry.get_all_specs() == {}
+    assert base.jit_spec_registry.get_all_specs() == {}
 
 
 def test_compile_commands_of_a_user_module(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from fi_core.jit.attention import (
     gen_customize_single_decode_module,
     gen_customize_single_prefill_module,
 )
-from fi_core.jit.core import JitSpec
+from fi_core.jit.base import JitSpec
 from fi_core.runtime.launch.kernel import load_module
 from fi_core.runtime.resolve import find
 

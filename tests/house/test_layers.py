@@ -18,8 +18,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime.dispatch", "runtime.resolve"),
     ("runtime.launch",),
     ("compat", "autotuner", "compilation_context", "tllm_enums", "utils"),
-    ("comm", "green_ctx"),
-    ("observe", "api_logging", "testing", "jit.core", "jit.env", "jit.custom"),
+    ("green_ctx",),
+    ("observe", "api_logging", "testing", "jit.base", "jit.core", "jit.env", "jit.custom"),
     FAMILIES,
     ("logits_processor",),
     (

@@ -11,7 +11,7 @@ from fi_core.attention.ops.decode import BATCH_DECODE
 from fi_core.attention.ops.prefill import BATCH_PREFILL, Q_TILE, VARIANT_TILES
 from fi_core.attention.ops.single import SINGLE_ATTENTION, attend
 from fi_core.attention.variant import CustomOp, Form, Variant, VariantCall, alibi_slopes
-from fi_core.jit import core
+from fi_core.jit import base
 from fi_core.runtime.spec.dtype import short_name
 from fi_core.runtime.spec.target import Target
 from fi_core.utils import PosEncodingMode, canonicalize_torch_dtype
@@ -147,7 +147,7 @@ def derived_scalars(
 
 
 @dataclass(frozen=True)
-class VariantModule(core.JitSpec):
+class VariantModule(base.JitSpec):
     """The files of one attention op with a variant. Loaded, it is a CustomAttention, which compiles for other devices
     later.
     """
@@ -162,7 +162,7 @@ class VariantModule(core.JitSpec):
     def of(cls, made: CustomAttention, targets: Sequence[Target]) -> VariantModule:
         artifacts = tuple(dict.fromkeys(a for target in targets for a in made.custom.artifacts(target)))
         spec = cls(made.custom.name, artifacts, made)
-        core.jit_spec_registry.register(spec)
+        base.jit_spec_registry.register(spec)
         return spec
 
 
@@ -225,11 +225,11 @@ def variant_module(
         facts["qo_len"] = 1 if few else Q_TILE
     custom = CustomOp(found, uri, Variant.of(*declared), tuple(facts.items()), tuple(forms))
     made = CustomAttention(custom, types, head_dims, pos_encoding_mode == ROPE, {})  # type: ignore[arg-type]
-    return VariantModule.of(made, core.default_targets())
+    return VariantModule.of(made, base.default_targets())
 
 
 @dataclass(frozen=True)
-class VariantModules(core.JitSpec):
+class VariantModules(base.JitSpec):
     """The files of batch prefill and of batch decode with variants, as the wrappers for mixed batches compile them from
     jit_args. Loaded, they are two CustomAttention.
     """

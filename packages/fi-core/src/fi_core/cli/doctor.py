@@ -15,7 +15,7 @@ import fi_core
 from fi_core.cli import machine
 from fi_core.cli.report import Report, paint, size
 from fi_core.cli.why import builder, origin
-from fi_core.jit.core import default_targets
+from fi_core.jit.base import default_targets
 from fi_core.jit.ops import specs_of
 from fi_core.registry import ops
 from fi_core.runtime.build import compiler, diagnose, sources, toolchain

@@ -16,7 +16,7 @@ import fi_core
 from fi_core.cli import modules
 from fi_core.cli.report import Report, section, size
 from fi_core.compat.compilation_context import CompilationContext
-from fi_core.jit.core import default_targets
+from fi_core.jit.base import default_targets
 from fi_core.runtime.build import compiler, toolchain
 from fi_core.runtime.build.driver import driver
 from fi_core.runtime.env import env

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fi_core import aot
 from fi_core.ahead import files_of, iterate_specs, model_of
 from fi_core.cli.report import Report, UsageError, paint, section, table
-from fi_core.jit.core import default_targets
+from fi_core.jit.base import default_targets
 from fi_core.jit.env import GENERATED
 from fi_core.jit.ops import OpModule, specs_of, view
 from fi_core.registry import ops

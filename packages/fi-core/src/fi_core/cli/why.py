@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fi_core.cli.report import Report, UsageError, paint
-from fi_core.jit.core import default_targets
+from fi_core.jit.base import default_targets
 from fi_core.registry import described, ops
 from fi_core.runtime.build import compiler, sources, toolchain
 from fi_core.runtime.dispatch import AUTO, Choice, Request, choose, explain

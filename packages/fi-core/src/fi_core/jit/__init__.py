@@ -11,13 +11,12 @@ from fi_core.runtime.errors import missing_attribute
 
 # Where each public name lives.
 _HOMES = {
-    "fi_core.jit.core": (
+    "fi_core.jit.base": (
         "JitSpec",
         "JitSpecStatus",
         "build_jit_specs",
         "check_cuda_arch",
         "clear_cache_dir",
-        "current_compilation_context",
         "jit_spec_registry",
     ),
     "fi_core.jit.attention": (
@@ -29,6 +28,7 @@ _HOMES = {
         "gen_customize_single_decode_module",
         "gen_customize_single_prefill_module",
     ),
+    "fi_core.jit.core": ("current_compilation_context",),
     "fi_core.jit.custom": ("gen_jit_spec",),
     "fi_core.jit.ops": (
         "gen_act_and_mul_module",
@@ -40,7 +40,7 @@ _HOMES = {
     "fi_core.runtime.errors": ("MissingJITCacheError",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
-_SUBMODULES = ("attention", "core", "custom", "env", "ops")
+_SUBMODULES = ("attention", "base", "core", "custom", "env", "ops")
 __all__ = [*_HOME]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fi_core.jit import core
+from fi_core.jit import base
 from fi_core.runtime.build.driver import driver
 from fi_core.runtime.build.sources import joined as unit_of
 from fi_core.runtime.launch.kernel import bind_artifacts
@@ -22,7 +22,7 @@ _GENCODE = re.compile(r"-gencode=arch=compute_\w+,code=sm_(\d+[af]?)")
 
 
 @dataclass(frozen=True)
-class UserModule(core.JitSpec):
+class UserModule(base.JitSpec):
     """One host module, with one device binary per target. `load` returns the tvm-ffi module."""
 
     entries: tuple[Entry, ...] = ()
@@ -161,13 +161,13 @@ def gen_jit_spec(
     if device:
         targets = [Target("cuda", match[1]) for flag in device_flags if (match := _GENCODE.fullmatch(flag))]
         if not targets:
-            core.check_cuda_arch()
-            targets = [target for target in core.context().targets() if target.capability >= core.OLDEST]
+            base.check_cuda_arch()
+            targets = [target for target in base.context().targets() if target.capability >= base.OLDEST]
         flags = tuple(flag for flag in device_flags if not _GENCODE.fullmatch(flag))
         unit = Artifact(name, "cubin", targets[0], unit_of(name, device), flags, (*folders[device], *includes))
         artifacts += [_image(name, target, unit) for target in targets]
     spec = UserModule(name, tuple(artifacts), tuple(entries), post_load_adapter)
-    core.jit_spec_registry.register(spec)
+    base.jit_spec_registry.register(spec)
     return spec
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fi_core import aot
-from fi_core.jit import core
+from fi_core.jit import base
 from fi_core.registry import operator, ops
 from fi_core.runtime import dispatch
 from fi_core.runtime.build import sources
@@ -43,7 +43,7 @@ def specs_of(
 
 
 @dataclass(frozen=True)
-class OpModule(core.JitSpec):
+class OpModule(base.JitSpec):
     """Specs of operators. `load` returns a namespace with one function per operator; arguments are as in its schema."""
 
     specs: tuple[Spec, ...]
@@ -63,12 +63,12 @@ def view(spec: Spec) -> OpModule:
     return OpModule.of(spec.name, (spec,))
 
 
-def gen_module(word: str, *, targets: Iterable[Target] | None = None, **axes: Any) -> core.JitSpec:
+def gen_module(word: str, *, targets: Iterable[Target] | None = None, **axes: Any) -> base.JitSpec:
     """Returns the prebuilt configurations of a family or an operator as one spec; it compiles nothing.
 
     Args:
         word: a family or an operator.
-        targets: `core.default_targets()` if None.
+        targets: `base.default_targets()` if None.
         **axes: keeps the configurations with these values of the operator's axes; a dtype is a torch dtype or its short
             name.
 
@@ -83,7 +83,7 @@ def gen_module(word: str, *, targets: Iterable[Target] | None = None, **axes: An
 
 def gen_act_and_mul_module(
     act_func_name: str, act_func_def: str | None = None, *, targets: Iterable[Target] | None = None, **axes: Any
-) -> core.JitSpec:
+) -> base.JitSpec:
     """Returns `gen_module` of one activation; all activations are in the same files.
 
     Args:
@@ -115,7 +115,7 @@ def gen_batch_decode_module(
     *,
     targets: Iterable[Target] | None = None,
     **axes: Any,
-) -> core.JitSpec:
+) -> base.JitSpec:
     """Returns the kernels of batch decode for one configuration; `gen_module("batch_decode")` without a dtype.
 
     Args:
@@ -124,7 +124,7 @@ def gen_batch_decode_module(
         head_dim_qk, head_dim_vo: head dimensions.
         pos_encoding_mode: code of `PosEncodingMode`.
         use_logits_soft_cap: whether scores are capped.
-        targets: `core.default_targets()` if None.
+        targets: `base.default_targets()` if None.
         axes: as for `gen_module`; without effect if dtype_q is given.
 
     Raises:
@@ -152,7 +152,7 @@ def gen_batch_prefill_module(
     *,
     targets: Iterable[Target] | None = None,
     **axes: Any,
-) -> core.JitSpec:
+) -> base.JitSpec:
     """Returns the kernels of batch prefill for one configuration; `gen_module("batch_prefill")` without a backend.
 
     Args:
@@ -163,7 +163,7 @@ def gen_batch_prefill_module(
         head_dim_qk, head_dim_vo: head dimensions.
         pos_encoding_mode: code of `PosEncodingMode`.
         use_logits_soft_cap: whether scores are capped.
-        targets: `core.default_targets()` if None.
+        targets: `base.default_targets()` if None.
         axes: as for `gen_module`; without effect if backend is given.
 
     Raises:
@@ -185,9 +185,9 @@ def _attention_fields(q: Any, kv: Any, out: Any, head_dim_qk: Any, head_dim_vo: 
     return {**dtypes, **dims, "pos_encoding": PosEncodingMode(encoding).name}
 
 
-def _attention(word: str, fields: dict[str, Any], targets: Iterable[Target] | None) -> core.JitSpec:
+def _attention(word: str, fields: dict[str, Any], targets: Iterable[Target] | None) -> base.JitSpec:
     """All implementations of an attention op that support a request."""
-    places = core.default_targets() if targets is None else tuple(targets)
+    places = base.default_targets() if targets is None else tuple(targets)
     requests = [Request.of(ops()[word], target, fields) for target in places]
     for request in requests:
         dispatch.choose(request)  # refuses with the reasons
@@ -195,22 +195,22 @@ def _attention(word: str, fields: dict[str, Any], targets: Iterable[Target] | No
         "_".join([f"{word}_with_kv_cache", *(f"{field}_{value}" for field, value in fields.items())]),
         dict.fromkeys(spec for request in requests for spec in dispatch.specs(request)),
     )
-    core.jit_spec_registry.register(made)
+    base.jit_spec_registry.register(made)
     return made
 
 
-def _module(name: str, chosen: list[Op], targets: Iterable[Target] | None, axes: dict[str, Any]) -> core.JitSpec:
+def _module(name: str, chosen: list[Op], targets: Iterable[Target] | None, axes: dict[str, Any]) -> base.JitSpec:
     wanted = {axis: short_name(value) if type(value).__name__ == "dtype" else value for axis, value in axes.items()}
 
     def keep(spec: Spec) -> bool:
         values = dict(spec.axes)
         return all(axis in values and values[axis] == value for axis, value in wanted.items())
 
-    places = core.default_targets() if targets is None else tuple(targets)
+    places = base.default_targets() if targets is None else tuple(targets)
     specs = tuple(specs_of(chosen, places, keep))
     if not specs:
         asked = ", ".join(f"{axis}={value}" for axis, value in wanted.items())
         raise ValueError(f"{name}({asked}): no configuration is prebuilt on {', '.join(map(str, places))}")
     made = OpModule.of("_".join([name, *(f"{axis}_{value}" for axis, value in wanted.items())]), specs)
-    core.jit_spec_registry.register(made)
+    base.jit_spec_registry.register(made)
     return made

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
-from house.tree import CORE, KERNELS, files_of, relative
+from house.tree import CORE, KERNELS, files_of, parse, relative
 
 INCLUDE = KERNELS / "include"
 NATIVE = files_of(KERNELS, ".h", ".cuh", ".cc", ".cu")
@@ -65,24 +66,40 @@ def test_device_units_reach_only_device_headers() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_an_op_has_one_stem_in_every_tree() -> None:
-    """csrc/<family>/<op>.cc, <op>.h somewhere below include/fi/<family>, and the family's module in fi_core."""
+def test_every_op_is_four_files() -> None:
+    """The declaration in the family, the contract, the kernel, which may name an architecture, and the host entry."""
     from fi_core.registry import ops
 
-    families = {path.relative_to(KERNELS / "csrc").parent.as_posix() for path in files_of(KERNELS / "csrc", ".cc")}
-    missing = []
+    declared = [
+        (path.relative_to(CORE).with_suffix("").parts[0], word.value.value)
+        for path in files_of(CORE, ".py")
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Op"
+        for word in node.keywords
+        if word.arg == "name" and isinstance(word.value, ast.Constant)
+    ]
+    wrong = []
     for op in ops().values():
-        source = KERNELS / op.source
-        family = source.parent.name
-        below = INCLUDE / "fi" / family
-        headers = [*below.rglob(f"{source.stem}.h")] or [below / f"{source.stem}.h"]
-        module = [CORE / f"{family}.py", CORE / family / "__init__.py"]
-        for choices in ([source], headers, module):
-            if not any(path.is_file() for path in choices):
-                missing.append(f"{op.name}: {' or '.join(relative(p) for p in choices)}")
-    assert ops()
-    assert not missing, "\n".join(missing)
-    assert families <= {(KERNELS / op.source).parent.name for op in ops().values()}, "a folder of csrc without an op"
+        names = [path.name for path in files_of(INCLUDE / "fi" / op.family, ".h", ".cuh")]
+        kernel = re.compile(rf"{op.name}(_sm\d+)?\.cuh")
+        fits = (
+            declared.count((op.family, op.name)) == 1,
+            names.count(f"{op.name}.h") == 1,
+            any(map(kernel.fullmatch, names)),
+            (KERNELS / op.source).is_file(),
+        )
+        wrong += [] if all(fits) else [f"{op.name}: {fits}"]
+    assert len(ops()) >= 40
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_op_is_benchmarked() -> None:
+    """In a case of fi-bench, or in `collectives` if it needs several processes."""
+    from fi_bench import cases, collectives
+    from fi_core.registry import ops
+
+    found = {op for case in cases.every() for op in (case.op, *case.also)}
+    assert ops().keys() - found == set(collectives.OPS)
 
 
 def test_no_source_without_an_op() -> None:

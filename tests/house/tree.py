@@ -56,7 +56,7 @@ def module_name(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[Import]:
-    """Every import statement of a file, those inside functions and under TYPE_CHECKING included."""
+    """Every import of a file: in functions, under TYPE_CHECKING and by `import_module("constant")` too."""
 
     def visit(node: ast.AST, at_import: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
@@ -69,7 +69,38 @@ def imports(path: Path) -> Iterator[Import]:
             elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
                 yield from visit(child, False)
             else:
+                if isinstance(child, ast.Call) and ast.unparse(child.func).endswith("import_module"):
+                    names = (str(name.value) for name in child.args[:1] if isinstance(name, ast.Constant))
+                    yield from (Import(path, child.lineno, name, at_import) for name in names)
                 function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
                 yield from visit(child, at_import and not function)
 
     yield from visit(parse(path), True)
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    """The files of all packages by the name of the module."""
+    return {module_name(path): path for folder in PACKAGES.values() for path in files_of(folder, ".py")}
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of the packages that a file imports; of a name within a module, that module."""
+    found = set()
+    for item in imports(path):
+        name = item.module
+        while name and name not in modules():
+            name = name.rpartition(".")[0]
+        found.add(name)
+    return found - {"", module_name(path)}
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of two or more nodes that reach each other."""
+    reach = {name: set(graph[name]) for name in graph}
+    for middle in graph:
+        for name in graph:
+            if middle in reach[name]:
+                reach[name] |= reach[middle]
+    groups = {frozenset(b for b in graph if b in reach[a] and a in reach[b]) for a in graph}
+    return sorted(sorted(group) for group in groups if group)

@@ -102,7 +102,7 @@ def described(
     """
 
     def make(p: Namespace, device: Any, generator: Any) -> Inputs:
-        x = sample(function, which, sizes(p), p, device, generator)
+        x = sample(function, which, sizes(p), p, device=device, generator=generator)
         if add is not None:
             x.update(add(p, x))
         return x

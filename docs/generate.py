@@ -287,7 +287,7 @@ def members(module: str) -> Iterator[tuple[str, Any]]:
         yield (f"fi_core.{name}" if name in names else f"fi_core.{module}.{name}"), value
 
 
-def _first_sentence(value: Any) -> str:
+def first_sentence(value: Any) -> str:
     text = docstrings.parse(inspect.getdoc(getattr(value, "func", value)) or "", _names(value)).text
     return re.split(r"(?<=\.)(?<!al\.)\s", " ".join(text.split("\n\n")[0].split()))[0]
 
@@ -300,7 +300,7 @@ def family_page(family: str) -> str:
     """All functions and classes of a family."""
     lines = [f"# {title(family)}", "", _introduction(family), ""]
     found = list(members(family))
-    rows = [(f"{{py:obj}}`{place.rpartition('.')[2]} <{place}>`", _first_sentence(value)) for place, value in found]
+    rows = [(f"{{py:obj}}`{place.rpartition('.')[2]} <{place}>`", first_sentence(value)) for place, value in found]
     lines += table(("name", "purpose"), rows)
     for place, value in found:
         lines += _entry(place, value)

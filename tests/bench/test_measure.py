@@ -135,24 +135,23 @@ class FakeDriver:
 def test_launches_pass_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = types.SimpleNamespace(cuda_stream=77)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    kernels, driver = object.__new__(device.Kernels), FakeDriver()
-    kernels._cuda, kernels._blocks, kernels._ticket = driver, 264, 0  # type: ignore[assignment]
-    kernels._functions = {f"fi_bench_{name}": name for name in ("mark", "hold", "read")}  # type: ignore[dict-item]
-    kernels._released = torch.zeros(1, dtype=torch.int32)
+    driver, released = FakeDriver(), torch.zeros(1, dtype=torch.int32)
+    functions = {f"fi_bench_{name}": name for name in ("mark", "hold", "read")}
+    kernels = device.Kernels(driver, functions, 132, released)  # type: ignore[arg-type]
     marks = torch.zeros(3, 2, dtype=torch.int64)
     kernels.mark(marks[2])
     for ticket in (1, 2):
         kernels.hold()
-        assert int(kernels._released) == ticket - 1
+        assert int(released) == ticket - 1
         kernels.release()
-        assert int(kernels._released) == ticket
-    one, address = [1, 1, 1, 1, 1, 1], kernels._released.data_ptr()
+        assert int(released) == ticket
+    one, address = [1, 1, 1, 1, 1, 1], released.data_ptr()
     assert driver.launches == [
         ("mark", [264, 1, 1, 1, 1, 1], 0, 77, [marks.data_ptr() + 32], None),
         ("hold", one, 0, 77, [address, 1, device.HOLD_LIMIT_NS], None),
         ("hold", one, 0, 77, [address, 2, device.HOLD_LIMIT_NS], None),
     ]
-    kernels.read(marks, kernels._released)
+    kernels.read(marks, released)
     assert driver.launches[-1][1:] == ([528, 1, 1, 512, 1, 1], 0, 77, [marks.data_ptr(), 3, address], None)
     driver.status = 700
     with pytest.raises(device.DriverError, match="launch of fi_bench_hold failed with CUresult 700"):
@@ -160,12 +159,12 @@ def test_launches_pass_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch) -> gpu._Session:
-    monkeypatch.setattr(gpu._Session, "_load_kernels", lambda self: None)
-    return gpu._Session(lambda x: None, Inputs(), 0, CPU, Options(num_iters=4))
+def session(monkeypatch: pytest.MonkeyPatch) -> gpu.Session:
+    monkeypatch.setattr(gpu.Session, "_load_kernels", lambda self: None)
+    return gpu.Session(lambda x: None, Inputs(), 0, CPU, Options(num_iters=4))
 
 
-def feed(session: gpu._Session, clocks: list[float], busy: bool = False) -> Any:
+def feed(session: gpu.Session, clocks: list[float], busy: bool = False) -> Any:
     clock = iter(clocks)
 
     def take(n: int) -> list[float]:
@@ -178,8 +177,8 @@ def feed(session: gpu._Session, clocks: list[float], busy: bool = False) -> Any:
     return take
 
 
-def test_samples_at_a_slow_clock_are_taken_again_once(session: gpu._Session) -> None:
-    samples = session._collect(feed(session, [1000, 500, 1000, 700, 990, 980], busy=True))
+def test_samples_at_a_slow_clock_are_taken_again_once(session: gpu.Session) -> None:
+    samples = session.collected(feed(session, [1000, 500, 1000, 700, 990, 980], busy=True))
     assert session.mhz == [1000, 990, 1000, 980]
     assert samples == [1e6 / m for m in session.mhz]
     assert session.busy == [m / 10 for m in session.mhz]
@@ -187,29 +186,29 @@ def test_samples_at_a_slow_clock_are_taken_again_once(session: gpu._Session) -> 
     assert session.warnings == []
 
 
-def test_what_stays_slow_is_kept_and_told(session: gpu._Session) -> None:
+def test_what_stays_slow_is_kept_and_told(session: gpu.Session) -> None:
     """Samples are retaken once only: a machine that is always slow still finishes."""
-    samples = session._collect(feed(session, [1000, 500, 500, 500, 510, 520, 530]))
+    samples = session.collected(feed(session, [1000, 500, 500, 500, 510, 520, 530]))
     assert len(samples) == 4
     assert session.mhz == [1000, 510, 520, 530]
     assert session.discarded == 3
     assert "3 samples ran below 75% of the best SM clock" in session.warnings[0]
 
 
-def test_bursts_rest_four_times_as_long_as_they_worked(session: gpu._Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bursts_rest_four_times_as_long_as_they_worked(session: gpu.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    session._rest(1e6)
+    session.rest(1e6)
     assert slept == []
     session.burst = True
-    session._rest(1e6)
-    session._rest(1e9)
+    session.rest(1e6)
+    session.rest(1e9)
     assert slept == [pytest.approx(0.004), pytest.approx(0.02)], "but never longer than 20 ms"
-    assert session._found([1.0], "events", Cache("cold"), 1).regime == "burst"
+    assert session.measurement([1.0], "events", Cache("cold"), 1).regime == "burst"
 
 
-def test_without_clocks_nothing_is_discarded(session: gpu._Session) -> None:
-    assert len(session._collect(lambda n: [1.0] * n)) == 4
+def test_without_clocks_nothing_is_discarded(session: gpu.Session) -> None:
+    assert len(session.collected(lambda n: [1.0] * n)) == 4
     assert session.discarded == 0
 
 
@@ -226,19 +225,19 @@ def test_without_clocks_nothing_is_discarded(session: gpu._Session) -> None:
 def test_the_best_timer_that_works_is_used_with_a_reason(
     options: Options, cupti_works: bool, graph_works: bool, timer: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def by_cupti(self: gpu._Session) -> measure.Measurement:
+    def by_cupti(self: gpu.Session) -> measure.Measurement:
         if not cupti_works:
             raise gpu.CuptiUnavailableError("not here")
-        return self._found([1.0], "cupti", Cache("cold"), 1)
+        return self.measurement([1.0], "cupti", Cache("cold"), 1)
 
     walk = (lambda: None, 10, Cache("cold")) if graph_works else None
-    monkeypatch.setattr(gpu._Session, "_load_kernels", lambda self: None)
-    monkeypatch.setattr(gpu._Session, "_by_cupti", by_cupti)
-    monkeypatch.setattr(gpu._Session, "_captured_walk", lambda self: walk)
-    monkeypatch.setattr(gpu._Session, "_warm_up", lambda self, run, calls=1: 5)
-    monkeypatch.setattr(gpu._Session, "_flush", lambda self: (None, Cache("cold")))
-    monkeypatch.setattr(gpu._Session, "_event_times", lambda self, run, n, flush: [20.0] * n)
-    found = gpu._Session(lambda x: None, Inputs(), 0, CPU, options).measure()
+    monkeypatch.setattr(gpu.Session, "_load_kernels", lambda self: None)
+    monkeypatch.setattr(gpu.Session, "_by_cupti", by_cupti)
+    monkeypatch.setattr(gpu.Session, "_captured_walk", lambda self: walk)
+    monkeypatch.setattr(gpu.Session, "_warm_up", lambda self, run, calls=1: 5)
+    monkeypatch.setattr(gpu.Session, "_flush", lambda self: (None, Cache("cold")))
+    monkeypatch.setattr(gpu.Session, "_event_times", lambda self, run, n, flush: [20.0] * n)
+    found = gpu.Session(lambda x: None, Inputs(), 0, CPU, options).measure()
     assert found.timer == timer
     assert reason in found.timer_reason
     assert found.samples_ns[0] == {"cupti": 1.0, "graph_events": 2.0, "events": 20.0}[timer]

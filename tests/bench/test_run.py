@@ -135,7 +135,7 @@ def test_default_backends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong(x: case.Inputs) -> torch.Tensor:
-    out = norm._torch_plain(x)
+    out = norm.torch_plain(x)
     out[3, 7] += 1
     return out
 
@@ -160,7 +160,7 @@ def test_a_wrong_backend_fails_the_check_and_ends_the_case(
 
 def test_an_output_left_unwritten_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def lazy(x: case.Inputs) -> torch.Tensor:
-        x.out[1:] = norm._torch_plain(x)[1:]
+        x.out[1:] = norm.torch_plain(x)[1:]
         return x.out
 
     replace_case(monkeypatch, "rmsnorm", torch=lazy)
@@ -222,7 +222,7 @@ def test_resume_of_a_finished_run_does_nothing(tmp_path: Path, capsys: pytest.Ca
 
 def test_trials_are_processes_in_alternating_order() -> None:
     lines = parsing.read_lines([*RMS, "--backends", "torch", "cpu", "--trials", "3"])
-    jobs = list(schedule._jobs(lines, set()))
+    jobs = list(schedule.jobs_of(lines, set()))
     assert [(job.trial, job.args.backends) for job in jobs] == [
         (0, ["torch", "cpu"]),
         (1, ["cpu", "torch"]),
@@ -354,7 +354,7 @@ def test_draw_takes_so_many_points_at_random(tmp_path: Path) -> None:
     assert len(set(first)) == 3
     assert first != drawn("2")
     lines = parsing.read_lines([*RMS, "--draw", "3"])
-    assert [line.words for line in schedule._drawn(lines, lines[0].points[0])] == [(*RMS, "--draw", "3")]
+    assert [line.words for line in schedule.drawn_lines(lines, lines[0].points[0])] == [(*RMS, "--draw", "3")]
 
 
 @pytest.mark.parametrize("path", ["", ".", "/dev/full", "/dev/null", "/dev/full.jsonl/x.jsonl"])

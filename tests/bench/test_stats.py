@@ -15,7 +15,7 @@ from fi_bench import stats
 @pytest.mark.parametrize(("n", "rank"), [(5, 0), (6, 1), (9, 2), (20, 6), (30, 10), (100, 40)])
 def test_rank_of_the_median_interval_is_exact(n: int, rank: int) -> None:
     """Textbook ranks; and the definition: coverage >= 95 %, and one rank further in it would be less."""
-    assert stats._order_rank(n, 0.95) == rank
+    assert stats.order_rank(n, 0.95) == rank
 
     def coverage(k: int) -> float:
         return 1 - 2 * sum(math.comb(n, i) for i in range(k)) / 2**n
@@ -80,7 +80,7 @@ def test_rank_sum_counts_by_enumeration(n: int, m: int) -> None:
     for chosen in itertools.combinations(range(n + m), n):
         others = [i for i in range(n + m) if i not in chosen]
         counts[sum(a > b for a in chosen for b in others)] += 1
-    assert tuple(counts) == stats._rank_sum_counts(n, m)
+    assert tuple(counts) == stats.rank_sum_counts(n, m)
 
 
 def test_shift_interval_is_exact_for_five_against_five() -> None:

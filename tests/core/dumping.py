@@ -79,8 +79,8 @@ def dumper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Dumper]:
     made = Dumper(tmp_path / "dumps", 1e9, 1000, log.logger)
     monkeypatch.setattr(log, "settings", Settings(10))
     monkeypatch.setattr(log, "dumper", made)
-    monkeypatch.setattr(api, "_functions", dict(api._functions))
-    monkeypatch.setattr(api, "_classes", dict(api._classes))
+    monkeypatch.setattr(api, "functions", dict(api.functions))
+    monkeypatch.setattr(api, "classes", dict(api.classes))
     here = sys.modules[__name__]
     for name in ("scale", "split", "fails", "zero_", "double_into", "draw", "describe_only"):
         monkeypatch.setattr(here, name, fi_api(getattr(here, name)))

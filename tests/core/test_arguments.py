@@ -126,7 +126,7 @@ def test_a_generated_header_has_the_config_of_the_entries(op: Op) -> None:
         assert "Config {" not in text
         return
     found = members(text, f"{stem(op)}Config")
-    assert [name for _, name in found] == list(op.config._fields)  # type: ignore[attr-defined]
+    assert [name for _, name in found] == list(get_type_hints(op.config))
     for (kind, _), hint in zip(found, get_type_hints(op.config).values()):
         assert kind == (hint.__name__ if issubclass(hint, IntEnum) else "int64_t")
         if issubclass(hint, IntEnum):

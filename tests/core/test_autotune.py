@@ -19,6 +19,7 @@ from fi_core.compat.autotuner import (
     DynamicTensorSpec,
     TunableRunner,
     TuningConfig,
+    _collect_metadata,
     autotune,
     config_key,
 )
@@ -51,7 +52,7 @@ HOPPER_EXTRAS = ("torch.float32",)
 
 @pytest.fixture
 def tuner() -> Iterator[AutoTuner]:
-    autotuner._warn_stale.cache_clear()
+    autotuner.warn_stale.cache_clear()
     made = AutoTuner.get()
     made.clear_cache()
     yield made
@@ -255,7 +256,7 @@ def test_metadata_names_the_deciding_facts(tuner: AutoTuner, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91000)
-    found = autotuner._collect_metadata()
+    found = _collect_metadata()
     assert {key: found[key] for key in ("cuda_version", "gpu", "cudnn_version")} == {
         "cuda_version": "13.0",
         "gpu": "NVIDIA H200",

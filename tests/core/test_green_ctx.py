@@ -12,6 +12,11 @@ from fi_core import green_ctx
 from fi_core.errors import LibraryError
 
 
+def target(reference: Any) -> Any:
+    """What ctypes.byref points to."""
+    return reference._obj
+
+
 class Driver:
     """A GPU of 132 SMs that divides them in steps of 8."""
 
@@ -23,31 +28,33 @@ class Driver:
         return lambda *_: 0
 
     def cuDeviceGetDevResource(self, _device: Any, found: Any, kind: int) -> int:
-        found._obj.sm_count, found._obj.type, found._obj.least, found._obj.step = 132, kind, self.step, self.step
+        made = target(found)
+        made.sm_count, made.type, made.least, made.step = 132, kind, self.step, self.step
         return 0
 
     def cuDevSmResourceSplitByCount(
         self, parts: Any, count: Any, source: Any, rest: Any, _flags: Any, least: Any
     ) -> int:
-        if source._obj.sm_count != 132:
+        whole, made, remains = map(target, (source, count, rest))
+        if whole.sm_count != 132:
             return 915  # as the driver answers to a part of a part
         size = -(-least.value // 8) * 8
-        count._obj.value = min(count._obj.value, source._obj.sm_count // size)
-        for index in range(count._obj.value):
+        made.value = min(made.value, whole.sm_count // size)
+        for index in range(made.value):
             parts[index].sm_count = size
-        rest._obj.sm_count = source._obj.sm_count - count._obj.value * size
+        remains.sm_count = whole.sm_count - made.value * size
         return 0
 
     def cuGreenCtxStreamCreate(self, stream: Any, *_: Any) -> int:
         self.streams.append(1 + len(self.streams))
-        stream._obj.value = self.streams[-1]
+        target(stream).value = self.streams[-1]
         return 0
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
-    monkeypatch.setattr(green_ctx, "_library", lambda: made)
+    monkeypatch.setattr(green_ctx, "driver_library", lambda: made)
     monkeypatch.setattr(green_ctx, "cuda_index", lambda *_: 0)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
@@ -81,10 +88,10 @@ def test_too_many_sms(driver: Driver) -> None:
 
 
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    green_ctx._library.cache_clear()
+    green_ctx.driver_library.cache_clear()
     monkeypatch.setattr(green_ctx, "LIBRARY", "libno-driver-here.so")
     with pytest.raises(LibraryError, match=r"an NVIDIA driver for CUDA 12\.4 or later is required"):
-        green_ctx._library()
+        green_ctx.driver_library()
     assert ctypes.sizeof(green_ctx._Resource) == 144
 
 

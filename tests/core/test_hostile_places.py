@@ -281,7 +281,7 @@ def test_the_api_log_writes_through_nothing_planted(
     plant_at(shared / "api.log")
     handlers, propagate, level = log.logger.handlers[:], log.logger.propagate, log.logger.level
     try:
-        log._configure(str(shared / "api.log"))
+        log.configure(str(shared / "api.log"))
         log.logger.info("a call")
     finally:
         log.logger.handlers[:], log.logger.propagate = handlers, propagate

@@ -39,7 +39,7 @@ def at_level(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
     def start(level: int, **options: Any) -> Callable[[], str]:
         monkeypatch.setattr(log, "settings", Settings(level, **options))
         close()
-        log._configure(str(tmp_path / "log_%i.txt"))
+        log.configure(str(tmp_path / "log_%i.txt"))
         path = tmp_path / f"log_{os.getpid()}.txt"
 
         def read() -> str:
@@ -49,7 +49,7 @@ def at_level(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
 
         return read
 
-    log._log_system_once.cache_clear()
+    log.log_system_once.cache_clear()
     yield start
     close()
     logger.handlers[:], logger.level, logger.propagate = before
@@ -168,8 +168,8 @@ def test_no_statistics_under_graph_capture(
     read = at_level(5)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    log._log_system_once.cache_clear()
-    monkeypatch.setattr(log, "_log_system_once", lambda: None)
+    log.log_system_once.cache_clear()
+    monkeypatch.setattr(log, "log_system_once", lambda: None)
     fi_api(lambda x: None)(torch.ones(2))
     assert "      [statistics skipped: CUDA graph capture in progress]" in read()
     assert "min=" not in read()
@@ -319,7 +319,8 @@ def test_log_does_not_reach_other_handlers(at_level: Callable[..., Callable[[], 
     at_level(1)
     assert log.logger.name == "fi_core.api"
     assert not log.logger.propagate
-    assert [handler.formatter._fmt for handler in log.logger.handlers if handler.formatter] == ["%(message)s"]
+    record = logging.makeLogRecord({"msg": "as it is", "levelname": "INFO"})
+    assert [handler.format(record) for handler in log.logger.handlers] == ["as it is"]
     assert isinstance(log.logger.handlers[0], logging.FileHandler)
 
 

@@ -61,7 +61,7 @@ def test_the_resolver_uses_the_built_files(tmp_path: Path, monkeypatch: pytest.M
         "sm_90a/get_seq_lens_cuda_sm_90a.cubin.xz",
         f"{CPU}/get_seq_lens_cuda.so",
     ]
-    loaded = provider._load("here", tmp_path)
+    loaded = provider.load_provider("here", tmp_path)
     assert loaded.refusal is None
     found = [loaded.find(artifact) for artifact in wanted]
     assert {(file.path, why) for file, why in found if file} == {(path, "") for path in files}
@@ -104,7 +104,7 @@ def test_sanitized_and_shipped_modules_stay_apart(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("FI_CUDA_ARCH_LIST", "9.0a")
     monkeypatch.setenv("FI_AOT_STORE", "1")
     aot.build(tmp_path, ("cpu", "cubin"))
-    monkeypatch.setattr("fi_core.runtime.resolve.providers", lambda: (provider._load("here", tmp_path),))
+    monkeypatch.setattr("fi_core.runtime.resolve.providers", lambda: (provider.load_provider("here", tmp_path),))
     (module,), (image,) = aot.artifacts(("cpu",)), aot.artifacts(("cubin",))
     assert len(list(prebuilt(module))) == len(list(prebuilt(image))) == 1
     monkeypatch.setenv("FI_SANITIZE", "undefined")

@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 
 from fi_core import utils
 from fi_core.compat import backend
-from fi_core.utils import MaskMode, PosEncodingMode, TensorLayout
+from fi_core.utils import (  # FlashInfer's names, which engines import
+    MaskMode,
+    PosEncodingMode,
+    TensorLayout,
+    _cache_buf,
+    _ceil_pow2,
+    _expand_4d,
+    _expand_5d,
+    _get_range_buf,
+    _unpack_paged_kv_cache,
+)
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0")
@@ -28,12 +38,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Makes cuda:0 a GPU of this capability, under this CUDA version."""
 
     def pretend(major: int, minor: int = 0, cuda: str | None = "13.0") -> None:
-        backend._capability_of.cache_clear()
+        backend.capability_of.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (major, minor))
         monkeypatch.setattr(torch.version, "cuda", cuda)
 
     yield pretend
-    backend._capability_of.cache_clear()
+    backend.capability_of.cache_clear()
 
 
 def test_import_needs_no_torch() -> None:
@@ -91,11 +101,11 @@ def test_pdl(device: Device) -> None:
 
 
 def test_sm_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    utils._sm_count_of.cache_clear()
+    utils.sm_count_of.cache_clear()
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     assert utils.get_device_sm_count(CUDA) == 132
-    utils._sm_count_of.cache_clear()
+    utils.sm_count_of.cache_clear()
     with pytest.raises(ValueError, match="get_device_sm_count"):
         utils.get_device_sm_count(CPU)
 
@@ -208,47 +218,47 @@ def test_fp4_tensor_checks_its_parts() -> None:
 @pytest.mark.parametrize(("layout", "page"), [("NHD", (4, 2)), ("HND", (2, 4))])
 def test_unpack_paged_kv_cache(layout: str, page: tuple[int, int]) -> None:
     fused = torch.arange(3 * 2 * 4 * 2 * 8).view(3, 2, *page, 8)
-    k, v = utils._unpack_paged_kv_cache(fused, layout)
+    k, v = _unpack_paged_kv_cache(fused, layout)
     assert k.shape == v.shape == (3, *page, 8)
     assert torch.equal(k, fused[:, 0])
     assert torch.equal(v, fused[:, 1])
     assert k.data_ptr() == fused.data_ptr(), "a view"
-    again = utils._unpack_paged_kv_cache((k, v), layout)
+    again = _unpack_paged_kv_cache((k, v), layout)
     assert again[0] is k
     assert again[1] is v
 
 
 @pytest.mark.parametrize(("layout", "shape"), [("NHD", (3, 1, 2, 8)), ("HND", (3, 2, 1, 8))])
 def test_pages_of_one_token(layout: str, shape: tuple[int, ...]) -> None:
-    k, v = utils._unpack_paged_kv_cache((torch.zeros(3, 2, 8), torch.zeros(3, 2, 16)), layout)
+    k, v = _unpack_paged_kv_cache((torch.zeros(3, 2, 8), torch.zeros(3, 2, 16)), layout)
     assert k.shape == shape
     assert v.shape == (*shape[:3], 16)
-    k, v = utils._unpack_paged_kv_cache(torch.zeros(3, 2, 2, 8), layout)
+    k, v = _unpack_paged_kv_cache(torch.zeros(3, 2, 2, 8), layout)
     assert k.shape == v.shape == shape
 
 
 def test_paged_cache_rejects() -> None:
     cache = torch.zeros(3, 4, 2, 8)
     with pytest.raises(KeyError, match="got list"):
-        utils._unpack_paged_kv_cache([cache, cache], "NHD")  # type: ignore[arg-type]
+        _unpack_paged_kv_cache([cache, cache], "NHD")  # type: ignore[arg-type]
     with pytest.raises(KeyError, match=r"^kv_layout: allowed are NHD, HND; got 'DHN'"):
-        utils._unpack_paged_kv_cache((cache, cache), "DHN")
+        _unpack_paged_kv_cache((cache, cache), "DHN")
     with pytest.raises(ValueError, match="3 or 4 dimensions"):
-        utils._expand_4d(torch.zeros(3, 8), "NHD")
+        _expand_4d(torch.zeros(3, 8), "NHD")
     with pytest.raises(ValueError, match="4 or 5 dimensions"):
-        utils._expand_5d(torch.zeros(3, 8, 1), "NHD")
+        _expand_5d(torch.zeros(3, 8, 1), "NHD")
 
 
 def test_range_buf_is_cached() -> None:
-    first = utils._get_range_buf(5, CPU)
+    first = _get_range_buf(5, CPU)
     assert first.dtype is torch.int32
     assert first.tolist() == [0, 1, 2, 3, 4]
-    assert utils._get_range_buf(8, CPU).data_ptr() == first.data_ptr()
-    big = utils._get_range_buf(3000, CPU)
+    assert _get_range_buf(8, CPU).data_ptr() == first.data_ptr()
+    big = _get_range_buf(3000, CPU)
     assert big.tolist() == list(range(3000))
-    assert utils._get_range_buf(5, CPU).data_ptr() == first.data_ptr(), "a bigger one does not replace it"
-    utils._get_range_buf(5, "cpu")
-    assert utils._cache_buf[f"range_{utils._ceil_pow2(5)}", "cpu"].tolist() == list(range(8)), "where engines pin it"
+    assert _get_range_buf(5, CPU).data_ptr() == first.data_ptr(), "a bigger one does not replace it"
+    _get_range_buf(5, "cpu")
+    assert _cache_buf[f"range_{_ceil_pow2(5)}", "cpu"].tolist() == list(range(8)), "where engines pin it"
 
 
 def test_is_graph_capturing(monkeypatch: pytest.MonkeyPatch) -> None:

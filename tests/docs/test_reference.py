@@ -112,4 +112,4 @@ def test_purpose_is_the_first_sentence(generate: ModuleType) -> None:
             x: a number.
         """
 
-    assert generate._first_sentence(call) == "Draws from the top-p set (Holtzman et al. 2019)."
+    assert generate.first_sentence(call) == "Draws from the top-p set (Holtzman et al. 2019)."

@@ -40,7 +40,7 @@ def guarded(shape: Sequence[int], dtype: torch.dtype, device: str, *, row_paddin
     canvas = torch.full((total,), _poison(dtype), dtype=torch.float32).to(dtype).to(device)
     strides = [pitch * math.prod(rows[i + 1 :]) for i in range(len(rows))] + [1]
     view = canvas.as_strided(tuple(shape), strides, GUARD)
-    view._canvas = canvas  # type: ignore[attr-defined]
+    view.canvas = canvas  # type: ignore[attr-defined]
     return view
 
 
@@ -53,9 +53,9 @@ def strided(x: torch.Tensor, row_padding: int = 8) -> torch.Tensor:
 
 def assert_guards(view: torch.Tensor) -> None:
     """Asserts that nothing outside the view is written."""
-    outside = torch.ones(view._canvas.numel(), dtype=torch.bool)  # type: ignore[attr-defined]
+    outside = torch.ones(view.canvas.numel(), dtype=torch.bool)  # type: ignore[attr-defined]
     outside.as_strided(view.shape, view.stride(), GUARD).fill_(False)
-    rest = view._canvas.cpu()[outside]  # type: ignore[attr-defined]
+    rest = view.canvas.cpu()[outside]  # type: ignore[attr-defined]
     clean = rest.float().isnan() if rest.is_floating_point() else rest == 0x55
     assert clean.all(), f"{int((~clean).sum())} elements outside the output were written"
 

@@ -10,6 +10,7 @@ import torch
 
 import fi_core
 from families import cudnn_frontend
+from families.engine import engine
 from families.harness import TOLERANCE, assert_close, assert_guards, guarded, rand
 from families.paged import FORMS, Paged, paged
 from fi_core.decode import BatchDecodeWithPagedKVCacheWrapper as Wrapper
@@ -157,7 +158,7 @@ def test_values_may_be_narrower_than_keys(device: str) -> None:
     assert isinstance(p.cache, tuple)
     want, want_lse = p.expected()
     for wrapper in wrappers(p):
-        if wrapper._backend not in ("auto", "fa2"):
+        if engine(wrapper).backend not in ("auto", "fa2"):
             continue  # kernels that are compiled for one head dim
         out, lse = wrapper.run(p.q, (p.cache[0], p.cache[1][..., :64]), return_lse=True)
         assert_close(out, want[..., :64])
@@ -207,7 +208,7 @@ def test_seq_lens_replace_last_page_len(device: str) -> None:
         for where in ("cpu", device):
             for wrapper in wrappers(p, seq_lens=shorter.to(where)):
                 assert_close(wrapper.run(p.q, p.cache), want)
-                assert wrapper._max_kv_len == 200
+                assert engine(wrapper).max_kv_len == 200
 
 
 def test_more_indices_than_are_used(device: str) -> None:
@@ -227,7 +228,7 @@ def test_tables_on_the_host_or_on_the_device(tables: str, device: str) -> None:
     for wrapper in wrappers(Paged(**{**vars(p), **moved})):
         assert_close(wrapper.run(p.q, p.cache), want)
         if place == device:
-            assert wrapper._paged_kv_indices_buf is moved["indices"]
+            assert engine(wrapper).paged_kv_indices_buf is moved["indices"]
 
 
 def test_bad_heads_spoil_themselves_only(device: str) -> None:

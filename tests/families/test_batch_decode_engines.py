@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fi_core
+from families.engine import engine
 from families.harness import assert_close, rand
 from families.paged import Paged, paged
 from families.test_batch_decode import workspace
@@ -54,18 +55,18 @@ def test_attributes_after_plan(tensor_cores: bool, device: str) -> None:
         "_use_tensor_cores": tensor_cores, "_use_cuda_graph": False, "device": p.q.device,
     }  # fmt: skip
     assert {name: getattr(wrapper, name) for name in want} == want
-    assert all(isinstance(x, int) for x in wrapper._plan_info or ["none"])
+    assert all(isinstance(x, int) for x in engine(wrapper).plan_info or ["none"])
     assert wrapper.resolved_backend in ("cpu", "fa2", "fa2_tc", "fa3")
-    assert wrapper._int_workspace_buffer.nbytes == 8 << 20
-    assert wrapper._pin_memory_int_workspace_buffer.shape == wrapper._int_workspace_buffer.shape
-    assert wrapper._pin_memory_int_workspace_buffer.device.type == "cpu"
-    assert wrapper._qo_indptr_buf.tolist() == [0, 1, 2, 3]
-    assert torch.equal(wrapper._paged_kv_indptr_buf, p.indptr)
-    assert torch.equal(wrapper._block_tables, p.block_tables())  # type: ignore[arg-type]
+    assert engine(wrapper).int_workspace_buffer.nbytes == 8 << 20
+    assert engine(wrapper).pin_memory_int_workspace_buffer.shape == engine(wrapper).int_workspace_buffer.shape
+    assert engine(wrapper).pin_memory_int_workspace_buffer.device.type == "cpu"
+    assert engine(wrapper).qo_indptr_buf.tolist() == [0, 1, 2, 3]
+    assert torch.equal(engine(wrapper).paged_kv_indptr_buf, p.indptr)
+    assert torch.equal(engine(wrapper).block_tables, p.block_tables())  # type: ignore[arg-type]
     wrapper.plan(*p.plan_arguments())
-    assert (wrapper._window_left, wrapper._sm_scale, wrapper._block_tables) == (-1, None, None)
-    wrapper._qo_indptr_buf = wrapper._max_kv_len = 7  # as engines with planners of their own do
-    assert (wrapper._qo_indptr_buf, wrapper._max_kv_len) == (7, 7)
+    assert (engine(wrapper).window_left, engine(wrapper).sm_scale, engine(wrapper).block_tables) == (-1, None, None)
+    engine(wrapper).qo_indptr_buf = engine(wrapper).max_kv_len = 7  # as engines with planners of their own do
+    assert (engine(wrapper).qo_indptr_buf, engine(wrapper).max_kv_len) == (7, 7)
     assert wrapper.end_forward() is None  # type: ignore[func-returns-value]
 
 
@@ -73,18 +74,18 @@ def test_query_offsets_of_several_tokens(device: str) -> None:
     p = paged([40, 17], q_len=3, device=device)
     wrapper = Wrapper(workspace(device), use_tensor_cores=True)
     wrapper.plan(*p.plan_arguments(), q_len_per_req=3)
-    assert wrapper._qo_indptr_buf.tolist() == [0, 3, 6] and wrapper._is_causal
+    assert engine(wrapper).qo_indptr_buf.tolist() == [0, 3, 6] and engine(wrapper).is_causal
 
 
 @pytest.mark.parametrize("host", [False, True])
 def test_graph_mode_copies_into_the_callers_buffers(host: bool, device: str) -> None:
     wrapper = graph_wrapper(3, device)
-    buffers = wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf, wrapper._paged_kv_last_page_len_buf
+    buffers = engine(wrapper).tables
     for seed, lengths in enumerate(([40, 0, 17], [1, 500, 3])):
         p = paged(lengths, device=device, seed=seed)
         wrapper.plan(*(on_host(p) if host else p.plan_arguments()))
         schedule = wrapper._schedule.buffers
-        assert buffers[0] is wrapper._paged_kv_indptr_buf and torch.equal(buffers[0], p.indptr)
+        assert buffers[0] is engine(wrapper).paged_kv_indptr_buf and torch.equal(buffers[0], p.indptr)
         assert torch.equal(buffers[1][: len(p.indices)], p.indices)
         assert torch.equal(buffers[2], p.last_page_len)
         assert_close(wrapper.run(p.q, p.cache), p.expected()[0])
@@ -98,7 +99,7 @@ def test_the_graph_class(device: str) -> None:
     wrapper = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
         workspace(device), ints(3, device), ints(9, device), ints(2, device), "NHD"
     )
-    assert wrapper.is_cuda_graph_enabled and wrapper._fixed_batch_size == 2
+    assert wrapper.is_cuda_graph_enabled and engine(wrapper).fixed_batch_size == 2
     wrapper.plan(*p.plan_arguments())
     assert_close(wrapper.run(p.q, p.cache), p.expected()[0])
 
@@ -113,11 +114,11 @@ def test_sglang_pattern(device: str) -> None:
     assert wrapper.begin_forward.func == fast_decode_plan == fi_core.fast_decode_plan == decode.fast_decode_plan
     for seed, lengths in enumerate(([1, 100, 70], [64, 2, 3])):
         p = paged(lengths, page_size=1, device=device, dtype=torch.bfloat16, seed=seed)
-        wrapper._paged_kv_indptr_buf.copy_(p.indptr)
-        wrapper._paged_kv_indices_buf[: len(p.indices)].copy_(p.indices)
-        wrapper._paged_kv_last_page_len_buf.fill_(1)
+        engine(wrapper).paged_kv_indptr_buf.copy_(p.indptr)
+        engine(wrapper).paged_kv_indices_buf[: len(p.indices)].copy_(p.indices)
+        engine(wrapper).paged_kv_last_page_len_buf.fill_(1)
         wrapper.begin_forward(
-            p.indptr, wrapper._paged_kv_indices_buf, p.last_page_len, *p.plan_arguments()[3:], **types,
+            p.indptr, engine(wrapper).paged_kv_indices_buf, p.last_page_len, *p.plan_arguments()[3:], **types,
             global_override_indptr_cpu=p.indptr.cpu(),
         )  # fmt: skip
         out = wrapper.forward(p.q, p.cache, sm_scale=0.2, logits_soft_cap=3.0, k_scale=0.9, v_scale=1.1)
@@ -132,7 +133,7 @@ def test_fast_plan_in_eager_mode_takes_the_tensors_as_they_are(device: str) -> N
     wrapper.plan(*p.plan_arguments())
     p = paged([1, 100, 70], device=device, seed=1)
     fast_decode_plan(wrapper, *p.plan_arguments(), data_type=HALF)
-    assert wrapper._paged_kv_indptr_buf is p.indptr
+    assert engine(wrapper).paged_kv_indptr_buf is p.indptr
     assert_close(wrapper.run(p.q, p.cache), p.expected()[0])
     with pytest.raises(RuntimeError, match="Error in standard plan: num_qo_heads: a positive multiple"):
         fast_decode_plan(wrapper, *p.plan_arguments()[:3], 5, 2, 64, 16)
@@ -147,8 +148,8 @@ def test_vllm_pattern(device: str) -> None:
             *on_host(p), pos_encoding_mode="NONE", sm_scale=0.3, window_left=-1, logits_soft_cap=0.0,
             q_data_type=HALF, kv_data_type=HALF, o_data_type=HALF, fixed_split_size=-1, disable_split_kv=False,
         )  # fmt: skip
-        assert wrapper._plan_info is not None and wrapper._plan_info[3] == decode.ops.BALANCED, "-1 is not a fixed size"
-        assert (wrapper._window_left, wrapper._logits_soft_cap, wrapper._sm_scale) == (-1, 0.0, 0.3)
+        assert engine(wrapper).plan_info[3] == decode.ops.BALANCED, "-1 is not a fixed size"
+        assert engine(wrapper).scores == (-1, 0.0, 0.3)
         output = torch.zeros(10, 8, 64, dtype=HALF, device=device)
         wrapper.run(p.q, p.cache, k_scale=1.0, v_scale=1.0, out=output[: len(lengths)])
         assert_close(output[: len(lengths)], p.expected(sm_scale=0.3)[0])
@@ -162,22 +163,22 @@ def test_planners_that_engines_call_themselves(tensor_cores: bool, older: bool, 
     p = paged([40, 5, 17], device=device)
     wrapper.plan(*p.plan_arguments())
     p = paged([1, 1100, 70], device=device, seed=1)
-    wrapper._paged_kv_indptr_buf.copy_(p.indptr)
-    wrapper._paged_kv_indices_buf[: len(p.indices)].copy_(p.indices)
-    wrapper._paged_kv_last_page_len_buf.copy_(p.last_page_len)
-    own = wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer
-    module: Any = wrapper._cached_module
+    engine(wrapper).paged_kv_indptr_buf.copy_(p.indptr)
+    engine(wrapper).paged_kv_indices_buf[: len(p.indices)].copy_(p.indices)
+    engine(wrapper).paged_kv_last_page_len_buf.copy_(p.last_page_len)
+    own = engine(wrapper).workspaces
+    module: Any = engine(wrapper).cached_module
     if tensor_cores:
         lengths = torch.tensor(p.lengths, dtype=torch.int32)
         more = () if older else (-1, False, 0, 0)
-        wrapper._plan_info = module.plan(
-            *own, wrapper._qo_indptr_buf.cpu(), p.indptr.cpu(), lengths, 3, 3, 4, 2, 16, True, 64, 64, False, -1, *more
-        )
+        qo_indptr = engine(wrapper).qo_indptr_buf.cpu()
+        sizes = 3, 3, 4, 2, 16, True, 64, 64, False, -1
+        engine(wrapper).plan_info = module.plan(*own, qo_indptr, p.indptr.cpu(), lengths, *sizes, *more)
     else:
         if older:
             module = decode.get_batch_decode_module(HALF, HALF, HALF, torch.int32, 64, 64, 0, False, False)
         empty = torch.empty(0, dtype=HALF)
-        wrapper._plan_info = module.plan(*own, p.indptr.cpu(), 3, 4, 2, 16, True, -1, 0.0, 64, 64, empty, empty)
+        engine(wrapper).plan_info = module.plan(*own, p.indptr.cpu(), 3, 4, 2, 16, True, -1, 0.0, 64, 64, empty, empty)
     assert_close(wrapper.run(p.q, p.cache), p.expected()[0])
     with pytest.raises(ValueError, match="int_workspace_buffer: the one of a wrapper is required"):
         decode.get_batch_decode_module().plan(
@@ -264,7 +265,7 @@ def test_one_capture_serves_a_hundred_batches(plan_too: bool, q_len: int) -> Non
     q = torch.empty(batch_size * q_len, 8, dim, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(q)
     options: dict[str, Any] = {"q_data_type": torch.bfloat16, "q_len_per_req": q_len}
-    tables = wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf, wrapper._paged_kv_last_page_len_buf
+    tables = engine(wrapper).tables
 
     def plan(tables: Sequence[torch.Tensor]) -> None:
         wrapper.plan(*tables, 8, 2, dim, 16, **options)

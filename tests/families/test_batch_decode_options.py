@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import _neg_view
 from torch._subclasses import FakeTensorMode
 
+from families.engine import engine
 from families.harness import assert_close, rand
 from families.paged import Paged, paged
 from families.prefill_batch import batch as prefill_batch
@@ -55,7 +57,7 @@ def test_options_of_plan_and_forward(options: dict[str, Any], q_len: int, device
         assert_close(out, want)
         assert_close(lse, want_lse, tolerance=LSE)
     for wrapper in wrappers(p):
-        if wrapper._backend in ("auto", "fa2") or "pos" not in label(options):
+        if engine(wrapper).backend in ("auto", "fa2") or "pos" not in label(options):
             out, lse = wrapper.forward_return_lse(p.q, p.cache, **options)
             assert_close(out, want)
             assert_close(lse, want_lse, tolerance=LSE)
@@ -67,7 +69,7 @@ def test_forward_without_options_uses_defaults(device: str) -> None:
     want, _ = p.expected()
     for wrapper in wrappers(p, window_left=20, logits_soft_cap=2.0, sm_scale=0.7):
         assert_close(wrapper.forward(p.q, p.cache), want)
-        assert (wrapper._window_left, wrapper._logits_soft_cap, wrapper._sm_scale) == (-1, 0.0, None)
+        assert engine(wrapper).scores == (-1, 0.0, None)
 
 
 @pytest.mark.parametrize("scales", [{"q_scale": 0.5}, {"k_scale": 1.7}, {"v_scale": 0.4}], ids=label)
@@ -214,7 +216,7 @@ def test_constructor_refuses(change: dict[str, Any], error: type[Exception], wor
 
 
 BUFFERS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "negated": (torch._neg_view, "got a negative view"),
+    "negated": (_neg_view, "got a negative view"),
     "fake": (FakeTensorMode().from_tensor, "only torch's dispatcher can read"),
     "meta": (lambda x: x.to("meta"), "got a meta tensor"),
     "sparse": (lambda x: x.to_sparse(), "got layout torch.sparse_coo"),
@@ -301,13 +303,13 @@ def test_page_ids_are_checked(device: str) -> None:
     p = paged([40, 9], device=device)
     for wrapper in wrappers(p):
         wrapper.run(p.q, p.cache)
-        wrapper._paged_kv_indices_buf[1] = 99
+        engine(wrapper).paged_kv_indices_buf[1] = 99
         with pytest.raises(ValueError, match="the page table, must name pages of the cache, 0 to 6; got 99 at 1"):
             wrapper.run(p.q, p.cache)
-        wrapper._paged_kv_indices_buf[1] = -1
+        engine(wrapper).paged_kv_indices_buf[1] = -1
         with pytest.raises(ValueError, match="got -1 at 1"):
             wrapper.run(p.q, p.cache)
-        wrapper._paged_kv_indices_buf[1] = 0
+        engine(wrapper).paged_kv_indices_buf[1] = 0
 
 
 def test_dependent_launch_changes_nothing(device: str) -> None:
@@ -323,7 +325,7 @@ def test_positional_options_warn() -> None:
     wrapper = Wrapper(workspace("cpu"))
     with pytest.warns(DeprecationWarning, match="plan: pass pos_encoding_mode, window_left by keyword"):
         wrapper.plan(*p.plan_arguments(), "NONE", 5, q_data_type="float16")
-    assert wrapper._window_left == 5
+    assert engine(wrapper).window_left == 5
     with pytest.raises(TypeError, match="plan: window_left given by position and by keyword"):
         wrapper.plan(*p.plan_arguments(), "NONE", 5, window_left=-1)
     with pytest.raises(TypeError, match="plan: at most 23 positional arguments are taken; got 24"):
@@ -351,7 +353,7 @@ def test_data_types(given: dict[str, Any], want: tuple[str, ...]) -> None:
     p = paged([20, 9])
     wrapper = Wrapper(workspace("cpu"))
     wrapper.plan(*p.plan_arguments(), **given)
-    found = wrapper._cached_q_data_type, wrapper._cached_kv_data_type, wrapper._cached_o_data_type
+    found = engine(wrapper).dtypes
     assert found == tuple(getattr(torch, name) for name in want)
 
 
@@ -360,6 +362,6 @@ def test_values_of_another_head_dim_keep_the_planned_schedule(device: str, monke
     monkeypatch.setattr(ops, "grid_of", lambda device, choice, tiles: (64, 900 if choice else 64))
     b = prefill_batch([(1, 70)] * 100, heads=(4, 2), dims=(128, 64), device=device)
     wrapper = Wrapper(workspace(device, 32))
-    wrapper._int_workspace_buffer.fill_(0x55)
+    engine(wrapper).int_workspace_buffer.fill_(0x55)
     wrapper.plan(*b.paged_plan()[1:])
     assert_close(wrapper.run(b.q, b.cache), b.expected()[0])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from families.attention_reference import attention
+from families.engine import engine
 from families.harness import FP8, TOLERANCE, assert_close, rand
 from families.prefill_batch import HALVES, batch, check, planned, workspace
 from fi_core.prefill import (
@@ -115,7 +116,7 @@ def test_custom_masks(lens: list[tuple[int, int]], device: str) -> None:
         assert_close(out, want)
         assert_close(lse, want_lse, tolerance=(1e-4, 1e-4))
         w.plan(*b.paged_plan(), **b.types())
-        assert w._custom_mask_buf is None, "a plan without a mask forgets it"
+        assert engine(w).custom_mask_buf is None, "a plan without a mask forgets it"
         assert_close(w.run(b.q, b.cache), b.expected()[0])
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fi_core
+from families.engine import engine
 from families.harness import assert_close, assert_guards, guarded, rand
 from families.prefill_batch import Batch, backends, batch, check, planned, workspace
 from families.test_batch_prefill import masks_of, with_sinks
@@ -39,7 +40,7 @@ def test_outputs_of_the_caller(device: str) -> None:
         assert_guards(lse)
         assert torch.equal(w.run(b.q, b.cache), out)
         narrow = guarded(b.q.shape, b.q.dtype, device, row_padding=1)  # rows that no vector store takes
-        if w._backend == "fa3":
+        if engine(w).backend == "fa3":
             with pytest.raises(UnsupportedError, match="requires alignment >= 16, got 2"):
                 w.run(b.q, b.cache, out=narrow)
             continue
@@ -163,7 +164,7 @@ def test_graph_buffers_hold_each_plan(masked: bool, device: str) -> None:
             masks = masks_of([(n, len(k)) for n, k in zip(b.qo_lens, b.k)], device) if masked else None
             options = {"custom_mask": torch.cat([m.flatten() for m in masks])} if masks else {"causal": True}
             w.plan(*(x.cpu() if torch.is_tensor(x) else x for x in b.paged_plan()), **options, **b.types())
-            assert w._qo_indptr_buf is buffers["qo_indptr_buf"]
+            assert engine(w).qo_indptr_buf is buffers["qo_indptr_buf"]
             fill(b)
             q.copy_(b.q)
             if device == "cpu":
@@ -193,7 +194,7 @@ def test_a_graph_fixes_the_batch(device: str) -> None:
         with pytest.raises(ValueError, match=words):
             BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, **buffers)
     w = BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, **graph_buffers(b, device))
-    assert w.is_cuda_graph_enabled and w._fixed_batch_size == 3
+    assert w.is_cuda_graph_enabled and engine(w).fixed_batch_size == 3
 
     def host(b: Batch) -> list[Any]:
         return [x.cpu() if torch.is_tensor(x) else x for x in b.paged_plan()]
@@ -217,7 +218,7 @@ def test_older_forms(dims: tuple[int, int], device: str) -> None:
     keys = b.ragged()
     for w in planned(b):
         assert_close(w.forward(b.q, b.cache, causal=True), b.expected(causal=True)[0])
-        assert w._causal is True
+        assert engine(w).causal is True
         out, lse = w.forward_return_lse(b.q, b.cache, window_left=20, logits_soft_cap=3.0, sm_scale=0.2)
         want, want_lse = b.expected(window_left=20, logits_soft_cap=3.0, sm_scale=0.2)
         assert_close(out, want)
@@ -226,7 +227,7 @@ def test_older_forms(dims: tuple[int, int], device: str) -> None:
         with pytest.raises(ValueError, match="window_left: 20 was planned; got 3"):
             w.run(b.q, b.cache, window_left=3)
         alibi = {"causal": True, "pos_encoding_mode": "ALIBI"}
-        if w._backend == "fa3":
+        if engine(w).backend == "fa3":
             with pytest.raises(UnsupportedError, match="requires pos_encoding == NONE, got ALIBI"):
                 w.forward(b.q, b.cache, **alibi)
         else:
@@ -266,27 +267,27 @@ def test_attributes_that_engines_read(device: str) -> None:
         page_size=16, causal=True, sm_scale=0.1, window_left=-1, logits_soft_cap=None, q_data_type="float16",
         kv_data_type=torch.float16, fixed_split_size=-1, disable_split_kv=False,
     )  # fmt: skip
-    assert (w._causal, w._window_left, w._logits_soft_cap, w._sm_scale) == (True, -1, 0.0, 0.1)
-    assert (w._batch_size, w._num_qo_heads, w._num_kv_heads) == (5, 4, 2)
-    assert w._kv_lens_buffer.tolist() == [90, 9, 0, 70, 130]
-    assert (w._max_q_len, w._max_kv_len, w._qo_indptr_last) == (70, 130, 91)
-    assert w._custom_mask_buf is None and w._block_tables is None
-    assert w._cached_q_data_type == w._cached_kv_data_type == w._cached_o_data_type == torch.float16
+    assert (engine(w).causal, *engine(w).scores) == (True, -1, 0.0, 0.1)
+    assert (engine(w).batch_size, engine(w).num_qo_heads, engine(w).num_kv_heads) == (5, 4, 2)
+    assert engine(w).kv_lens_buffer.tolist() == [90, 9, 0, 70, 130]
+    assert (engine(w).max_q_len, engine(w).max_kv_len, engine(w).qo_indptr_last) == (70, 130, 91)
+    assert engine(w).custom_mask_buf is None and engine(w).block_tables is None
+    assert engine(w).dtypes == (torch.float16,) * 3
     assert w.resolved_backend in ("cpu", "fa2", "fa3")
     assert w.workspace_size(*b.paged_plan())[0] == 0 < w.workspace_size(*b.paged_plan())[1]
     w.prewarm_paged_kv_stride_variant()
     want = b.expected(causal=True, sm_scale=0.1)[0]
     assert_close(w.run(b.q, b.cache), want)
-    info = w._cached_module.plan(
-        w._float_workspace_buffer, w._int_workspace_buffer, w._pin_memory_int_workspace_buffer, b.qo_indptr.cpu(),
+    info = engine(w).cached_module.plan(
+        *engine(w).workspaces, b.qo_indptr.cpu(),
         b.pool.indptr.cpu(), torch.tensor([90, 9, 0, 70, 130], dtype=torch.int32), 91, 5, 4, 2, 16, False, 128, 128,
         True, -1, -1, False, 0, 0,
     )  # fmt: skip
-    assert all(isinstance(x, int) for x in info) and w._plan_info == info
+    assert all(isinstance(x, int) for x in info) and engine(w).plan_info == info
     assert_close(w.run(b.q, b.cache), want)
-    assert get_batch_prefill_module("fa2", torch.float16) is w._cached_module
-    w._max_kv_len = 77  # engines that plan by themselves assign what plan used to
-    assert w._max_kv_len == 77
+    assert get_batch_prefill_module("fa2", torch.float16) is engine(w).cached_module
+    engine(w).max_kv_len = 77  # engines that plan by themselves assign what plan used to
+    assert engine(w).max_kv_len == 77
     w.reset_workspace_buffer(workspace(device), torch.empty(1 << 16, dtype=torch.uint8, device=device))
     with pytest.raises(RuntimeError, match="call plan first"):
         w.run(b.q, b.cache)
@@ -312,9 +313,9 @@ def test_the_planner_that_an_engine_brings(device: str) -> None:
     for name, table in zip(names, (then.qo_indptr, then.pool.indptr, then.pool.indices, then.pool.last_page_len)):
         buffers[name][: len(table)].copy_(table)
     kv_lens = torch.tensor(then.pool.lengths, dtype=torch.int32)
-    w._plan_info = w._cached_module.plan(  # type: ignore[union-attr]
-        w._float_workspace_buffer, w._int_workspace_buffer, w._pin_memory_int_workspace_buffer, then.qo_indptr.cpu(),
-        then.pool.indptr.cpu(), kv_lens, w._max_total_num_rows, 5, 8, 2, 16, True, 64, 64, True, -1, -1, False, 0,
+    engine(w).plan_info = engine(w).cached_module.plan(
+        *engine(w).workspaces, then.qo_indptr.cpu(), then.pool.indptr.cpu(), kv_lens, engine(w).max_total_num_rows,
+        5, 8, 2, 16, True, 64, 64, True, -1, -1, False, 0,
     )  # fmt: skip
     out, lse = w.run(then.q, then.cache, return_lse=True)
     want, want_lse = then.expected(causal=True)
@@ -371,7 +372,7 @@ def test_ragged_sinks(device: str) -> None:
     b = batch(LENS, device=device)
     sinks = rand(4, dtype=torch.float32, device=device)
     for w in planned(b, BatchPrefillWithRaggedKVCacheWrapper, causal=True):
-        w._sinks = sinks
+        engine(w).sinks = sinks
         assert_close(w.run(b.q, *b.ragged()), with_sinks(b, sinks, causal=True)[0])
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from families.engine import engine
 from families.harness import assert_close
 from families.prefill_batch import batch, workspace
 from families.test_batch_prefill_calls import LENS
@@ -115,7 +116,7 @@ def test_page_ids_are_checked(device: str) -> None:
     w = BatchPrefillWithPagedKVCacheWrapper(workspace(device))
     w.plan(*b.paged_plan(), **b.types())
     assert_close(w.run(b.q, b.cache), b.expected()[0])
-    w._paged_kv_indices_buf[1] = 1000
+    engine(w).paged_kv_indices_buf[1] = 1000
     with pytest.raises(ValueError, match=r"the page table, must name pages of the cache, 0 to \d+; got 1000 at 1"):
         w.run(b.q, b.cache)
 

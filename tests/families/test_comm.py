@@ -301,7 +301,7 @@ def _check_partial_attention(rank: int, world: int, device: torch.device) -> Non
 def test_partial_attention_of_any_width() -> None:
     """Statistics begin at a multiple of their size, also behind rows of odd bytes."""
     workspace = AllToAllWorkspace(torch.device("cpu"), OneRank())
-    dcp_alltoall._workspaces[workspace.buffer.data_ptr()] = workspace
+    dcp_alltoall.workspaces[workspace.buffer.data_ptr()] = workspace
     o, stats = torch.randn(3, 1, 65).to(BF16), torch.randn(3, 1, 2)
     found = decode_cp_a2a_alltoall(o, stats, workspace.buffer, 0, 1)
     assert all(torch.equal(x, y) for x, y in zip(found, (o, stats)))

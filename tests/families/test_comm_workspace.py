@@ -20,7 +20,7 @@ def test_experts_that_the_workspace_cannot_hold() -> None:
     exchange = comm.MoeAlltoAll(
         mapping, 8, 2, 4, hidden_size=64, mnnvl_config=config, device=torch.device("cpu"), timeout=20.0
     )
-    room = exchange._exchange.rotation_bytes
+    room = exchange.exchange.rotation_bytes
     chosen = torch.zeros(1, room // 4, dtype=torch.int32)  # and their number
     with pytest.raises(ValueError, match=f"a rotation must have {room + 4} bytes; got {room}"):
         exchange.dispatch(chosen, [torch.zeros(1, 64, dtype=torch.bfloat16)], 8)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from families.attention_reference import attention
+from families.engine import engine
 from families.harness import assert_close, rand
 from families.paged import paged
 from families.prefill_batch import LSE, workspace
@@ -34,9 +35,9 @@ def test_keys_behind_a_query(options: dict[str, Any], device: str) -> None:
             want.append(attention(p.q[b * Q_LEN : (b + 1) * Q_LEN], k, v, custom_mask=seen))
         assert_close(out, torch.cat([x for x, _ in want]))
         assert_close(lse, torch.cat([x for _, x in want]), tolerance=LSE)
-        own = w._float_workspace_buffer, w._int_workspace_buffer, w._pin_memory_int_workspace_buffer
-        w._cached_module.plan(  # as engines call it
-            *own, w._qo_indptr_buf, p.indptr, p.seq_lens(), len(p.q), 4, 8, 2, p.page_size, False, 64, 64, False,
+        own = engine(w).workspaces
+        engine(w).cached_module.plan(  # as engines call it
+            *own, engine(w).qo_indptr_buf, p.indptr, p.seq_lens(), len(p.q), 4, 8, 2, p.page_size, False, 64, 64, False,
             window_left,
         )  # fmt: skip
         assert torch.equal(w.run(p.q, p.cache), out)

@@ -9,6 +9,7 @@ import torch
 
 import fi_core
 from fi_core.fused_moe import ActivationType, convert_to_block_layout, core, reorder_rows_for_gated_act_gemm
+from fi_core.fused_moe.core import _maybe_get_cached_w3_w1_permute_indices  # vLLM imports it
 from fi_core.fused_moe.utils import get_hybrid_num_tokens_buckets
 
 
@@ -33,9 +34,9 @@ def test_permutations_of_expert_weights() -> None:
     """First the halves alternate, then rows are shuffled; the indices of a shape are made once."""
     cache: dict[Any, torch.Tensor] = {}
     w = torch.randn(256, 64)
-    both = core._maybe_get_cached_w3_w1_permute_indices(cache, w, 128)
+    both = _maybe_get_cached_w3_w1_permute_indices(cache, w, 128)
     assert torch.equal(w[both], fi_core.shuffle_matrix_a(reorder_rows_for_gated_act_gemm(w), 128))
-    plain = core._maybe_get_cached_w3_w1_permute_indices(cache, w, 128, is_gated_act_gemm=False)
+    plain = _maybe_get_cached_w3_w1_permute_indices(cache, w, 128, is_gated_act_gemm=False)
     second = core.get_w2_permute_indices_with_cache(cache, w, 128)
     assert torch.equal(plain, second) and torch.equal(w[second], fi_core.shuffle_matrix_a(w, 128))
     assert core.get_w2_permute_indices_with_cache(cache, w, 128) is second and len(cache) == 3

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from families.engine import engine
 from families.harness import assert_close
 from families.prefill_batch import Batch, batch, workspace
 from fi_core.attention.wrappers.planners import fast_decode_plan
@@ -138,7 +139,7 @@ def test_run_after_a_failed_plan_of_an_engine(subject: str) -> None:
     b = batch(LENS)
     w = SUBJECTS[subject](b)
     w.planned()
-    own = w.wrapper._float_workspace_buffer, w.wrapper._int_workspace_buffer, None
+    own = engine(w.wrapper).float_workspace_buffer, engine(w.wrapper).int_workspace_buffer, None
     p, heads = b.pool, (5, 2, b.pool.page_size)
     if subject == "decode":
         tables: tuple[Any, ...] = (p.indptr, 3, *heads, False, -1, 0.0, 64, 64)
@@ -146,7 +147,7 @@ def test_run_after_a_failed_plan_of_an_engine(subject: str) -> None:
         indptr = b.kv_indptr if subject == "ragged" else p.indptr
         tables = (b.qo_indptr, indptr, p.seq_lens(), 3, 3, *heads, False, 64, 64, False, -1)
     with pytest.raises(ValueError, match="num_qo_heads"):
-        w.wrapper._cached_module.plan(*own, *tables)
+        engine(w.wrapper).cached_module.plan(*own, *tables)
     with pytest.raises(RuntimeError, match="run: the last plan failed: call plan again"):
         w.wrapper.run(b.q, *w.keys)
 
@@ -177,7 +178,7 @@ def test_a_bad_shape_writes_no_buffer_of_a_graph() -> None:
     b = batch(LENS)
     w = _graph_paged(b)
     w.planned()
-    before = w.wrapper._paged_kv_indices_buf.clone()
+    before = engine(w.wrapper).paged_kv_indices_buf.clone()
     with pytest.raises(ValueError, match="num_qo_heads"):
         w.planned(paged_kv_indices=b.pool.indices.flip(0), num_qo_heads=5)
-    assert torch.equal(w.wrapper._paged_kv_indices_buf, before)
+    assert torch.equal(engine(w.wrapper).paged_kv_indices_buf, before)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from families.engine import engine
 from families.harness import assert_close, rand
 from fi_core.mla import BatchMLAPagedAttentionWrapper as Wrapper
 from fi_core.mla import get_batch_mla_module, trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
@@ -204,15 +205,15 @@ def test_a_graph_wrapper_keeps_its_buffers(device: str) -> None:
     """plan copies into the buffers; an engine's planner plans new lengths from host tables."""
     first, then = batch((65, 200), device=device), batch((300, 1), device=device)
     wrapper = graph_wrapper(first, 16)
-    buffers = wrapper._kv_indices_buf
+    buffers = engine(wrapper).kv_indices_buf
     for b in (first, then):
         wrapper.plan(*b.plan_arguments())
-        assert wrapper._kv_indices_buf is buffers
+        assert engine(wrapper).kv_indices_buf is buffers
         assert_close(wrapper.run(*b.run_arguments()), b.expected()[0], tolerance=TOLERANCE[b.q.dtype])
     buffers[: first.kv_indices.numel()] = first.kv_indices
-    for plan in (wrapper._cached_module.plan, get_batch_mla_module("fa3").plan.default):
+    for plan in (engine(wrapper).cached_module.plan, get_batch_mla_module("fa3").plan.default):
         plan(
-            wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer,
+            *engine(wrapper).workspaces,
             first.qo_indptr.cpu(), first.kv_indptr.cpu(), first.kv_len.cpu(), 16, 512, False,
         )  # fmt: skip
         assert_close(wrapper.run(*first.run_arguments()), first.expected()[0], tolerance=TOLERANCE[first.q.dtype])

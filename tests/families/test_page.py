@@ -155,7 +155,7 @@ def test_append_mla(dtype: torch.dtype, dims: tuple[int, int], device: str) -> N
         rows = [fill(torch.empty(6, d + 16, dtype=dtype, device=device), d)[:, :d] for d in dims]
         caches = [fill(torch.empty(6, 5, d, dtype=dtype, device=device))[:, :4] for d in dims]
         want = [twin(c) for c in caches]
-        page.trace._append_mla_reference(*(x.view(torch.uint8) for x in (*rows, *want)), **t)
+        page.trace.append_mla_reference(*(x.view(torch.uint8) for x in (*rows, *want)), **t)
         with using("append_paged_kv_cache", impl):
             table_first, table_rest = list(t.values())[:2], list(t.values())[2:]
             assert fi_core.append_paged_mla_kv_cache(*rows, *table_first, *caches, *table_rest) is None
@@ -361,7 +361,7 @@ def test_append_checks_contents(change: dict[str, list[int]], words: str, device
     ],
 )
 def test_batch_indices_positions(indptr: list[int], seq_lens: list[int], nnz: int, device: str) -> None:
-    want_batch, want_positions = page.trace._positions_reference(ints(indptr, "cpu"), ints(seq_lens, "cpu"), nnz)
+    want_batch, want_positions = page.trace.positions_reference(ints(indptr, "cpu"), ints(seq_lens, "cpu"), nnz)
     for impl, dtype in itertools.product(impls("get_batch_indices_positions", device), (I32, torch.int64)):
         with using("get_batch_indices_positions", impl):
             given = ints(indptr, device, dtype), ints(seq_lens, device, dtype)
@@ -386,7 +386,7 @@ def test_batch_indices_positions_of_many(device: str) -> None:
     indptr = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
     seq_lens = counts + torch.randint(0, 50, (999,), generator=generator)
     nnz = int(indptr[-1]) + 77
-    want = page.trace._positions_reference(indptr, seq_lens, nnz)
+    want = page.trace.positions_reference(indptr, seq_lens, nnz)
     got = fi_core.get_batch_indices_positions(indptr.to(device), seq_lens.to(device), nnz)
     assert all(torch.equal(g.cpu().long(), w) for g, w in zip(got, want))
 

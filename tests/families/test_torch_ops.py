@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import _neg_view
 from torch._functorch.aot_autograd import aot_export_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -351,7 +352,7 @@ def test_a_negated_view_of_a_bound_call_is_refused_where_fi_check_asks(
     call(*call.tensors)
     for name, tensor in zip(call.names, call.tensors):
         with pytest.raises(TypeError, match=f"^{call.name}: {name} must be a dense tensor with data; got a negative"):
-            call.function(*call.replaced(name, torch._neg_view(tensor)))
+            call.function(*call.replaced(name, _neg_view(tensor)))
     operator.forget()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch import _neg_view
 
 import fi_core
 from fi_core.comm import Mapping, MoeAlltoAll
@@ -24,7 +25,7 @@ def functions() -> dict[str, Any]:
     """The described public functions."""
     for family in fi_core._MODULES:
         importlib.import_module(f"fi_core.{family}")
-    names = (name.split(":") for name in api._functions if name.startswith("fi_core."))
+    names = (name.split(":") for name in api.functions if name.startswith("fi_core."))
     found = {name: getattr(importlib.import_module(module), name) for module, name in names if "." not in name}
     return {name: function for name, function in found.items() if described(name) is not None}
 
@@ -131,7 +132,7 @@ INDPTR, LAST = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torc
         ({"jit_args": 3}, "jit_args: a tuple is required"),
         ({"paged_kv_indptr_buffer": torch.zeros(1, dtype=torch.int32).expand(2)}, "paged_kv_indptr_buffer: a contig"),
         ({"paged_kv_indices_buffer": INDPTR[None]}, "paged_kv_indices_buffer: a contig"),
-        ({"float_workspace_buffer": torch._neg_view(WORKSPACE)}, "float_workspace_buffer: .*got negated"),
+        ({"float_workspace_buffer": _neg_view(WORKSPACE)}, "float_workspace_buffer: .*got negated"),
         ({"jit_kwargs": torch.ones(2)}, "WithPagedKVCacheWrapper: jit_kwargs must be a dict or None; got a Tensor"),
     ],
 )

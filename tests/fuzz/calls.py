@@ -223,12 +223,12 @@ def _intercepted(hook: Hook) -> Iterator[None]:
         undo.append((owner, name, original))
         setattr(owner, name, call)
 
-    owners = {f"{cls.__module__}:{cls.__qualname__}": cls for top in api._classes.values() for cls in top.__mro__}
-    for name in api._functions:
+    owners = {f"{cls.__module__}:{cls.__qualname__}": cls for top in api.classes.values() for cls in top.__mro__}
+    for name in api.functions:
         owner, _, method = name.rpartition(".")
         if owner in owners:
             patch(owners[owner], method)
-    for cls in api._classes.values():
+    for cls in api.classes.values():
         if "__init__" in vars(cls):
             patch(cls, "__init__")
     patch(wrapper_session, "fast_decode_plan")
@@ -276,4 +276,4 @@ def scenarios() -> list[Scenario]:
 def marked() -> dict[str, Callable[..., Any]]:
     """Every function and method of the API by name."""
     assert "fi_core" in sys.modules
-    return {name: function for name, function in api._functions.items() if name.startswith("fi_core.")}
+    return {name: function for name, function in api.functions.items() if name.startswith("fi_core.")}

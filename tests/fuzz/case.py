@@ -80,7 +80,7 @@ class Hostile:
         except Exception as error:
             if at < self.step or self.step < 0:
                 raise
-            self._judge(error, function, later=at > self.step)
+            self.judge(error, function, later=at > self.step)
             if function.__name__ in _PLANS and self.record["outcome"] == "named":
                 return None
             raise _Over from None
@@ -90,7 +90,7 @@ class Hostile:
             self.returned = result, template_arguments, template
         return result
 
-    def _judge(self, error: Exception, function: Callable[..., Any], later: bool) -> None:
+    def judge(self, error: Exception, function: Callable[..., Any], later: bool) -> None:
         text = str(error)
         frames = traceback.extract_tb(error.__traceback__)
         own = [f for f in frames if "/fi_core/" in f.filename]

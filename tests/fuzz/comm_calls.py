@@ -51,7 +51,7 @@ def _exchange() -> tuple[comm.MoeAlltoAll, Callable[[], None], Callable[[], None
     exchange, chosen, x = comm.MoeAlltoAll(**_sizes()), _chosen(), _rows()
 
     def forget() -> None:
-        exchange._exchange.rows = None
+        exchange.exchange.rows = None
 
     def dispatch() -> None:
         forget()
@@ -104,7 +104,7 @@ def _plain_combine() -> Call:
 
 def _partial_attention() -> Call:
     workspace = dcp_alltoall.AllToAllWorkspace(CPU, OneRank())
-    dcp_alltoall._workspaces[workspace.buffer.data_ptr()] = workspace
+    dcp_alltoall.workspaces[workspace.buffer.data_ptr()] = workspace
     return dcp_alltoall.decode_cp_a2a_alltoall, {
         "partial_o": rand(3, 1, 64, dtype=BF16, device="cpu"), "softmax_stats": torch.ones(3, 1, 2),
         "workspace": workspace.buffer, "cp_rank": 0, "cp_size": 1,
@@ -114,7 +114,7 @@ def _partial_attention() -> Call:
 def _all_reduce() -> Call:
     workspace = AllReduceFusionWorkspace(MOST, 64, BF16, CPU, OneRank(), 20.0)
     pointers = workspace.shared["peers"]
-    trtllm_ar._workspaces[pointers.data_ptr()] = workspace
+    trtllm_ar.workspaces[pointers.data_ptr()] = workspace
     x = _rows()
     missing = ("allreduce_out", "quant_out", "scale_out", "scale_factor", "layout_code")
     return trtllm_ar.trtllm_allreduce_fusion, {
@@ -168,7 +168,7 @@ def _trtllm_experts(reduction: bool) -> Call:
     _, given = _of_experts(6 if reduction else 12)
     workspace = given["workspace"]
     pointers = workspace.shared["peers"]
-    trtllm_ar._workspaces[pointers.data_ptr()] = workspace
+    trtllm_ar.workspaces[pointers.data_ptr()] = workspace
     kept = {"residual_in", "residual_out", "norm_out", *(name for name in given if name.startswith("moe_"))}
     group = {"world_size": 1, "world_rank": 0, "workspace_ptrs": pointers, "launch_with_pdl": False}
     if reduction:
@@ -187,7 +187,7 @@ def _trtllm_experts(reduction: bool) -> Call:
 def _trtllm_custom() -> Call:
     workspace = AllReduceFusionWorkspace(MOST, 64, BF16, CPU, OneRank(), 20.0)
     pointers, x = workspace.shared["peers"], _rows()
-    trtllm_custom_ar._workspaces[tuple(pointers.tolist())] = workspace
+    trtllm_custom_ar.workspaces[tuple(pointers.tolist())] = workspace
     others = ("peer_barrier_ptrs_in", "peer_barrier_ptrs_out", "bias")
     return trtllm_custom_ar.trtllm_custom_all_reduce, {
         "inp": x, "out": torch.empty_like(x), "tp_size": 1, "tp_rank": 0, "token_num": 3, "fusion_op_code": 3,
@@ -203,7 +203,7 @@ def _custom_all_reduce() -> Call:
     """With a handle of the CPU, which `vllm_init_custom_ar` does not make."""
     workspace = CommWorkspace(CPU, OneRank(), vllm_ar._ROTATION_BYTES, 0, 20.0)
     shared = {name: workspace.shared[name] for name in ("peers", "status", "rank")}
-    handles: dict[int, Any] = vllm_ar._handles
+    handles: dict[int, Any] = vllm_ar.handles
     handles[1] = SimpleNamespace(buffer=workspace.buffer, world_size=1, kept=workspace, **shared)
     x = _rows()
     return vllm_ar.vllm_all_reduce, {

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
+from torch import _neg_view
 
 
 class Change(NamedTuple):
@@ -174,7 +175,7 @@ def _kind(rng: Random, x: torch.Tensor) -> Change:
         "sparse rows": lambda: x.float().reshape(x.shape[0] if x.ndim else 1, -1).to_sparse_csr(),
         "quantized": lambda: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8),
         "nested": lambda: torch.nested.nested_tensor([x.reshape(-1), x.reshape(-1)[:1]]),
-        "negated": lambda: torch._neg_view(x),
+        "negated": lambda: _neg_view(x),
         "conjugate": lambda: x.to(torch.complex64).conj(),
         "imaginary part": lambda: torch.complex(x.float(), x.float()).conj().imag,
         "gradient": lambda: x.detach().clone().requires_grad_(),

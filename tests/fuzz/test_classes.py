@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import _neg_view
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fi_core.runtime.errors import LibraryError
@@ -21,7 +22,7 @@ from fuzz.hostile import is_plain
 Change = tuple[str, Arguments]  # what is changed, and the arguments that replace valid ones
 _WORST = (1 << 63) - 1
 LAYOUTS = torch.strided, torch.jagged
-SIGNED = {"negated": torch._neg_view, "conjugate": lambda x: x.to(torch.complex64).conj()}
+SIGNED = {"negated": _neg_view, "conjugate": lambda x: x.to(torch.complex64).conj()}
 
 
 Put = Callable[[Any], Arguments]
@@ -138,10 +139,10 @@ class Tries:
                     function, {name: given[name] for name in inspect.signature(function).parameters if name in given}
                 )
             except Exception as error:
-                judge = Hostile(functools.partial(drawn, "metadata", 0), 0)
-                judge.names = set(names)
-                judge._judge(error, function, later=False)
-                if judge.record["outcome"] == "unnamed error":
+                case = Hostile(functools.partial(drawn, "metadata", 0), 0)
+                case.names = set(names)
+                case.judge(error, function, later=False)
+                if case.record["outcome"] == "unnamed error":
                     said = f"{type(error).__name__}: {error}"
                     self.unnamed.append(f"{function.__qualname__}({text}): {said[:160]}")
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import _neg_view
 
 from fi_core.runtime.errors import LibraryError
 from fi_core.runtime.launch.operator import operators
@@ -36,7 +37,7 @@ def negated(arguments: Arguments) -> Iterator[Pair]:
                 other = -x
             except RuntimeError:  # torch does not negate fp8
                 continue
-            yield f"{name}: negated", {name: torch._neg_view(x.clone())}, {name: other}
+            yield f"{name}: negated", {name: _neg_view(x.clone())}, {name: other}
 
 
 class Compares:

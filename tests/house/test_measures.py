@@ -18,7 +18,7 @@ BOUNDS = {
     "positional": 47,
     "functions": 22,
     "long_functions": 2,
-    "private": 278,
+    "private": 60,
 }
 
 

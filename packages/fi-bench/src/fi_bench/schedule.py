@@ -67,7 +67,7 @@ def run(words: Sequence[str]) -> int:
         say("WARNING", f"--use_cupti {what}")
     sink = record.Sink(first.output_path)
     done = record.finished(record.read(sink.jsonl)) if first.resume and sink.jsonl else set()
-    jobs = list(_jobs(_drawn(good, first), done))
+    jobs = list(jobs_of(drawn_lines(good, first), done))
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid():x}"
 
     def emit(found: Record) -> None:
@@ -96,7 +96,7 @@ def _title(job: Job) -> str:
     return f"{tag}{job.args.routine} {summary.describe_point(job.args)}{trial}"
 
 
-def _drawn(lines: Sequence[parsing.Line], args: Namespace) -> list[parsing.Line]:
+def drawn_lines(lines: Sequence[parsing.Line], args: Namespace) -> list[parsing.Line]:
     """--draw N: N points of all lines, at random."""
     places = [(i, j) for i, line in enumerate(lines) for j in range(len(line.points))]
     if args.draw is None or args.draw >= len(places):
@@ -110,7 +110,7 @@ def _nothing(words: Sequence[str]) -> int:
     return USAGE
 
 
-def _jobs(lines: Sequence[parsing.Line], done: set[tuple[str, str, int]]) -> Iterator[Job]:
+def jobs_of(lines: Sequence[parsing.Line], done: set[tuple[str, str, int]]) -> Iterator[Job]:
     """Trials outermost, so that they spread over time; odd ones go through the backends backwards (A B, B A, ...)."""
     most = max((point.trials for line in lines for point in line.points), default=1)
     for trial in range(most):

@@ -16,7 +16,7 @@ class Interval(NamedTuple):
 
 
 @functools.cache
-def _order_rank(n: int, confidence: float) -> int:
+def order_rank(n: int, confidence: float) -> int:
     """Largest k such that [x_(k), x_(n+1-k)] covers the median with the confidence; 0 if even the extremes do not."""
     tail, k = 0.0, 0
     while True:
@@ -29,7 +29,7 @@ def _order_rank(n: int, confidence: float) -> int:
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Interval:
     """Distribution-free interval of the median from order statistics; the whole range below six samples."""
     ordered = sorted(samples)
-    k = max(_order_rank(len(ordered), confidence), 1)
+    k = max(order_rank(len(ordered), confidence), 1)
     return Interval(ordered[k - 1], statistics.median(ordered), ordered[-k])
 
 
@@ -102,11 +102,11 @@ def doubts(samples: Sequence[float]) -> list[str]:
 
 
 @functools.cache
-def _rank_sum_counts(n: int, m: int) -> tuple[int, ...]:
+def rank_sum_counts(n: int, m: int) -> tuple[int, ...]:
     """How many of the arrangements of n and m values have Mann-Whitney statistic u, for each u."""
     if n == 0 or m == 0:
         return (1,)
-    without, with_one = _rank_sum_counts(n, m - 1), _rank_sum_counts(n - 1, m)
+    without, with_one = rank_sum_counts(n, m - 1), rank_sum_counts(n - 1, m)
     counts = [0] * (n * m + 1)
     for u, c in enumerate(without):
         counts[u] += c
@@ -121,7 +121,7 @@ def shift_interval(a: Sequence[float], b: Sequence[float], confidence: float = 0
     Too few values for the confidence give an infinite interval: nothing is known then.
     """
     differences = sorted(y - x for x in a for y in b)
-    counts = _rank_sum_counts(len(a), len(b))
+    counts = rank_sum_counts(len(a), len(b))
     total, tail, k = sum(counts), 0, 0
     while k < len(counts) and 2 * (tail + counts[k]) <= (1 - confidence) * total:
         tail += counts[k]

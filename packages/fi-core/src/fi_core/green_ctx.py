@@ -48,7 +48,7 @@ class _Resource(ctypes.Structure):
 
 
 @functools.cache
-def _library() -> Any:
+def driver_library() -> Any:
     try:
         library = ctypes.CDLL(LIBRARY)
         library.cuGreenCtxCreate  # noqa: B018 (raises where the driver is older)
@@ -58,10 +58,10 @@ def _library() -> Any:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    status = getattr(_library(), name)(*arguments)
+    status = getattr(driver_library(), name)(*arguments)
     if status:
         text = ctypes.c_char_p()
-        _library().cuGetErrorString(status, ctypes.byref(text))
+        driver_library().cuGetErrorString(status, ctypes.byref(text))
         raise RuntimeError(f"{name} failed with {status}: {(text.value or b'unknown error').decode()}")
 
 

@@ -144,7 +144,7 @@ def version_at_least(version: str, base_version: str) -> bool:
 
 
 @functools.cache
-def _sm_count_of(index: int) -> int:
+def sm_count_of(index: int) -> int:
     import torch
 
     return torch.cuda.get_device_properties(index).multi_processor_count
@@ -152,7 +152,7 @@ def _sm_count_of(index: int) -> int:
 
 def get_device_sm_count(device: torch.device) -> int:
     """Returns the number of SMs of a CUDA device."""
-    return _sm_count_of(cuda_index(device, "get_device_sm_count"))
+    return sm_count_of(cuda_index(device, "get_device_sm_count"))
 
 
 def _has(device: torch.device, major: int, cuda: str, minor: int | None = None) -> bool:

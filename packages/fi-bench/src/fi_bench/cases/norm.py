@@ -53,7 +53,7 @@ def _torch(gemma: bool = False) -> Callable[[Inputs], Any]:
     return run
 
 
-def _torch_plain(x: Inputs) -> torch.Tensor:
+def torch_plain(x: Inputs) -> torch.Tensor:
     import torch
 
     return torch.nn.functional.rms_norm(x.input, x.weight.shape, x.weight, x.eps)
@@ -74,7 +74,7 @@ def _without_padding(x: Inputs, outputs: Outputs) -> Outputs:
 
 
 CASES = (
-    case_of("rmsnorm", _torch_plain, which=_by_rank),
+    case_of("rmsnorm", torch_plain, which=_by_rank),
     case_of("gemma_rmsnorm", _torch(gemma=True), which=_by_rank),
     case_of("fused_add_rmsnorm", _torch(), unsupported=_no_heads),
     case_of("gemma_fused_add_rmsnorm", _torch(gemma=True), unsupported=_no_heads),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,25 +66,13 @@ def compile_kernels(capability: tuple[int, int]) -> bytes:
 
 
 class Kernels:
-    """The kernels, loaded into the current context of a device."""
+    """The kernels of a driver's library, by name, for a device of so many SMs; `released` is pinned host memory."""
 
-    def __init__(self, device: torch.device) -> None:
-        import torch
-
-        torch.zeros(1, device=device)  # makes the context
-        self._image = compile_kernels(torch.cuda.get_device_capability(device))
-        self._cuda = ctypes.CDLL("libcuda.so.1")
-        module = ctypes.c_void_p()
-        _check(self._cuda.cuModuleLoadData(ctypes.byref(module), self._image), "cuModuleLoadData")
-        self._functions = {name: self._function(module, name) for name in NAMES}
-        self._blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-        self._released = torch.zeros(1, dtype=torch.int32).pin_memory()
+    def __init__(
+        self, cuda: ctypes.CDLL, functions: Mapping[str, ctypes.c_void_p], sms: int, released: torch.Tensor
+    ) -> None:
+        self._cuda, self._functions, self._blocks, self._released = cuda, functions, 2 * sms, released
         self._ticket = 0
-
-    def _function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
-        function = ctypes.c_void_p()
-        _check(self._cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
-        return function
 
     def _launch(self, name: str, blocks: int, *arguments: Any, threads: int = 1) -> None:
         import torch
@@ -125,7 +113,18 @@ class Kernels:
 
 @functools.cache
 def kernels(device: torch.device) -> Kernels:
-    return Kernels(device)
+    """Loads the kernels into the current context of a device."""
+    import torch
+
+    torch.zeros(1, device=device)  # makes the context
+    properties, cuda = torch.cuda.get_device_properties(device), ctypes.CDLL("libcuda.so.1")
+    image, module = compile_kernels((properties.major, properties.minor)), ctypes.c_void_p()
+    _check(cuda.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
+    functions = {name: ctypes.c_void_p() for name in NAMES}
+    for name, function in functions.items():
+        _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
+    released = torch.zeros(1, dtype=torch.int32).pin_memory()
+    return Kernels(cuda, functions, properties.multi_processor_count, released)
 
 
 def megahertz(begin: Sequence[int], end: Sequence[int]) -> float:

@@ -33,7 +33,7 @@ _SHORT_NS = {"graph_events": 10_000, "events": 100_000}
 def measure_gpu(call: Call, inputs: Inputs, work_bytes: int, device: torch.device, options: Options) -> Measurement:
     """Measures with the best timer that works here; the result gives the reasons against better ones."""
     before = nvml.state(device)
-    session = _Session(call, inputs, work_bytes, device, options)
+    session = Session(call, inputs, work_bytes, device, options)
     found = session.measure()
     found.host_ns = host_cost_ns(lambda: call(inputs))
     after = nvml.state(device)
@@ -48,7 +48,7 @@ def measure_gpu(call: Call, inputs: Inputs, work_bytes: int, device: torch.devic
     return found
 
 
-class _Session:
+class Session:
     """One measurement: its inputs, its clock samples and its warnings."""
 
     def __init__(self, call: Call, inputs: Inputs, work_bytes: int, device: torch.device, options: Options) -> None:
@@ -104,15 +104,15 @@ class _Session:
                 for begin, end in marks:
                     taken.append(recorder.window(run, functools.partial(self._mark_and_flush, begin, flush)))
                     self._mark(end)
-                    self._rest(taken[-1].span_ns)
+                    self.rest(taken[-1].span_ns)
                 last[:] = taken
                 self.busy += [float(w.sum_ns) for w in taken]
                 if len({w.names for w in taken}) > 1:
                     self.warnings.append("the calls did not all launch the same kernels")
                 return self._note(marks, [float(w.span_ns) for w in taken])
 
-            samples = self._collect(take)
-        found = self._found(samples, "cupti", cache, warmup)
+            samples = self.collected(take)
+        found = self.measurement(samples, "cupti", cache, warmup)
         found.sum_ns = self.busy
         found.kernels = [
             {"name": a.name, "ns": a.end - a.start, "grid": a.grid, "registers": a.registers}
@@ -126,14 +126,14 @@ class _Session:
         def take(n: int) -> list[float]:
             return [ns / calls for ns in self._event_times(replay, n, None)]
 
-        return self._found(self._collect(take), "graph_events", cache, warmup, reason)
+        return self.measurement(self.collected(take), "graph_events", cache, warmup, reason)
 
     def _by_events(self, reason: str) -> Measurement:
         flush, cache = self._flush()
         run: Run = functools.partial(self.call, self.inputs)
         warmup = self._warm_up(run)
-        samples = self._collect(lambda n: self._event_times(run, n, flush))
-        return self._found(samples, "events", cache, warmup, reason)
+        samples = self.collected(lambda n: self._event_times(run, n, flush))
+        return self.measurement(samples, "events", cache, warmup, reason)
 
     # --- parts ---
 
@@ -164,12 +164,12 @@ class _Session:
             self._mark(finish)
             if self.burst:
                 end.synchronize()
-                self._rest(start.elapsed_time(end) * 1e6)
+                self.rest(start.elapsed_time(end) * 1e6)
             pairs.append((start, end))
         torch.cuda.synchronize()
         return self._note(marks, [start.elapsed_time(end) * 1e6 for start, end in pairs])
 
-    def _rest(self, busy_ns: float) -> None:
+    def rest(self, busy_ns: float) -> None:
         if self.burst:
             time.sleep(min(_REST * busy_ns / 1e9, _LONGEST_REST))
 
@@ -264,7 +264,7 @@ class _Session:
         self.mhz += [megahertz(*pair) for pair in marks.tolist()]
         return samples
 
-    def _collect(self, take: Callable[[int], list[float]]) -> list[float]:
+    def collected(self, take: Callable[[int], list[float]]) -> list[float]:
         """Retakes samples at a slow clock once; samples that stay slow cause a warning."""
         samples = collect(take, self.options.num_iters, time.monotonic)
         slow, n = self._slow(), len(samples)
@@ -283,7 +283,7 @@ class _Session:
         best = max(self.mhz, default=0.0)
         return [i for i, mhz in enumerate(self.mhz) if 0 < mhz < _SLOW_CLOCK * best]
 
-    def _found(self, samples: list[float], timer: str, cache: Cache, warmup: int, reason: str = "") -> Measurement:
+    def measurement(self, samples: list[float], timer: str, cache: Cache, warmup: int, reason: str = "") -> Measurement:
         watched = [mhz for mhz in self.mhz if mhz > 0]
         return Measurement(
             samples, timer, cache, reason, "burst" if self.burst else "sustained", warmup, self.discarded,

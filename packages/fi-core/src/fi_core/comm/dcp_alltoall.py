@@ -64,7 +64,7 @@ class AllToAllWorkspace(CommWorkspace):
         ops.all_to_all(input, max_flags=self._flags, out=out, gather=True, **self.shared)
 
 
-_workspaces: dict[int, AllToAllWorkspace] = {}  # by the address of the tensor
+workspaces: dict[int, AllToAllWorkspace] = {}  # by the address of the tensor
 
 
 def decode_cp_a2a_allocate_mnnvl_workspace(mapping: Mapping, mnnvl_config: MnnvlConfig | None = None) -> torch.Tensor:
@@ -84,12 +84,12 @@ def decode_cp_a2a_allocate_mnnvl_workspace(mapping: Mapping, mnnvl_config: Mnnvl
     if comm.Get_size() != mapping.cp_size:
         comm = comm.Split(min(mapping.cp_group), comm.Get_rank())
     workspace = AllToAllWorkspace(current_device(), comm)
-    _workspaces[workspace.buffer.data_ptr()] = workspace
+    workspaces[workspace.buffer.data_ptr()] = workspace
     return workspace.buffer
 
 
 def _workspace(workspace: torch.Tensor, cp_rank: int, cp_size: int) -> AllToAllWorkspace:
-    found = find_by_address(_workspaces, workspace, "workspace")
+    found = find_by_address(workspaces, workspace, "workspace")
     if found is None:
         raise ValueError("workspace: that of decode_cp_a2a_allocate_mnnvl_workspace is required")
     if (cp_rank, cp_size) != (found.rank, found.world_size):

@@ -217,11 +217,11 @@ class MoeAlltoAll:
             raise ValueError(f"num_experts: a multiple of {mapping.moe_ep_size} ranks is required; got {num_experts}")
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
         self.ep_size, self.ep_rank = mapping.moe_ep_size, mapping.moe_ep_rank
-        self._exchange = _Exchange(
+        self.exchange = _Exchange(
             workspace_size_per_rank, device_of(device), mnnvl_config, mapping.moe_ep_group, timeout
         )
-        self.workspace = self._exchange.data
-        _exchanges[self.workspace.data_ptr()] = self._exchange
+        self.workspace = self.exchange.data
+        _exchanges[self.workspace.data_ptr()] = self.exchange
         self._combine_offset = 0
 
     @staticmethod
@@ -259,30 +259,30 @@ class MoeAlltoAll:
             ValueError: A shape does not fit, or a dispatch awaits its combine.
             RuntimeError: An earlier call has failed; the text names the rank.
         """
-        if self._exchange.rows is not None:
+        if self.exchange.rows is not None:
             raise ValueError("dispatch: a combine is required after each dispatch")
         if invalid_token_expert_id is not None and expert_id_payload_index is None:
             raise ValueError("expert_id_payload_index: required with invalid_token_expert_id; got None")
-        received, self._combine_offset = self._exchange.dispatch(
+        received, self._combine_offset = self.exchange.dispatch(
             token_selected_experts, input_payloads, runtime_max_tokens_per_rank, self.num_experts
         )
         if invalid_token_expert_id is not None and expert_id_payload_index is not None:
-            self._exchange.invalidate(received[expert_id_payload_index], invalid_token_expert_id)
+            self.exchange.invalidate(received[expert_id_payload_index], invalid_token_expert_id)
         return received
 
     @property
     def received_counts(self) -> torch.Tensor:
         """Rows that the last dispatch received from each rank, `[ep_size]`, int32, on the device."""
-        if self._exchange.counts is None:
+        if self.exchange.counts is None:
             raise ValueError("received_counts: a dispatch is required first")
-        return self._exchange.counts
+        return self.exchange.counts
 
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """The place for the results, `[ep_size, runtime_max_tokens_per_rank, hidden_size]`, after a dispatch."""
         shape = self.ep_size, runtime_max_tokens_per_rank, hidden_size
-        return self._exchange.tensor_at(self._combine_offset, shape, dtype)
+        return self.exchange.tensor_at(self._combine_offset, shape, dtype)
 
     @fi_api
     def combine(
@@ -310,26 +310,26 @@ class MoeAlltoAll:
             ValueError: A shape does not fit, or there was no dispatch.
             RuntimeError: An earlier call has failed; the text names the rank.
         """
-        if self._exchange.rows is None:
+        if self.exchange.rows is None:
             raise ValueError("combine: a dispatch is required before each combine")
         if output_dtype not in (None, payload.dtype):
             raise ValueError(f"output_dtype: None or {payload.dtype} is required; got {output_dtype}")
         if not payload_in_workspace:
-            if runtime_max_tokens_per_rank != self._exchange.max_tokens:
+            if runtime_max_tokens_per_rank != self.exchange.max_tokens:
                 raise ValueError(
-                    f"runtime_max_tokens_per_rank: {self._exchange.max_tokens} of the dispatch is required; got "
+                    f"runtime_max_tokens_per_rank: {self.exchange.max_tokens} of the dispatch is required; got "
                     f"{runtime_max_tokens_per_rank}"
                 )
-            payload = self._exchange.place(payload, self._combine_offset)
+            payload = self.exchange.place(payload, self._combine_offset)
         if output is None:
-            output = payload.new_empty(self._exchange.rows.shape[0], payload.shape[-1])
-        self._exchange.combine(payload, output)
+            output = payload.new_empty(self.exchange.rows.shape[0], payload.shape[-1])
+        self.exchange.combine(payload, output)
         return output
 
     def destroy(self) -> None:
         """Frees the workspace; collective."""
         _exchanges.pop(self.workspace.data_ptr(), None)
-        self._exchange.destroy()
+        self.exchange.destroy()
 
 
 def moe_a2a_initialize(workspace: torch.Tensor, ep_rank: int, ep_size: int, max_num_tokens: int) -> torch.Tensor:

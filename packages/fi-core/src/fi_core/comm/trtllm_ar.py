@@ -23,7 +23,7 @@ __all__ = [
     "trtllm_moe_finalize_allreduce_fusion",
 ]
 
-_workspaces: dict[int, AllReduceFusionWorkspace] = {}  # by the address of the tensor of pointers
+workspaces: dict[int, AllReduceFusionWorkspace] = {}  # by the address of the tensor of pointers
 
 
 def trtllm_create_ipc_workspace_for_all_reduce_fusion(
@@ -64,7 +64,7 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
     workspace = AllReduceFusionWorkspace(max_token_num, hidden_dim, dtype, current_device(), comm)
     peers = workspace.shared["peers"]
     tensor = peers.to(workspace.buffer.device)
-    _workspaces[tensor.data_ptr()] = workspace
+    workspaces[tensor.data_ptr()] = workspace
     workspace.workspace_tensor = tensor
     workspace.ipc_handles = [peers.tolist()]
     if not create_metadata:
@@ -88,9 +88,9 @@ def trtllm_destroy_ipc_workspace_for_all_reduce_fusion(
     Raises:
         ValueError: workspace is not of trtllm_create_ipc_workspace_for_all_reduce_fusion, or is freed.
     """
-    for address, known in _workspaces.items():
+    for address, known in workspaces.items():
         if known.ipc_handles == workspace:
-            del _workspaces[address]
+            del workspaces[address]
             known.destroy()
             return
     raise ValueError(
@@ -99,7 +99,7 @@ def trtllm_destroy_ipc_workspace_for_all_reduce_fusion(
 
 
 def _workspace(workspace_ptrs: torch.Tensor, world_rank: int, world_size: int) -> AllReduceFusionWorkspace:
-    workspace = find_by_address(_workspaces, workspace_ptrs, "workspace_ptrs")
+    workspace = find_by_address(workspaces, workspace_ptrs, "workspace_ptrs")
     if workspace is None:
         raise ValueError("workspace_ptrs: the workspace_tensor of a workspace that is not destroyed is required")
     if (world_rank, world_size) != (workspace.rank, workspace.world_size):

@@ -66,7 +66,7 @@ _USE_ONESHOT = {
 _SERVED = (AllReduceFusionOp.NONE, AllReduceFusionOp.RESIDUAL_RMS_NORM, AllReduceFusionOp.RESIDUAL_RMS_PREPOST_NORM)
 _MOST_RANKS = 64
 _BUFFERS = 7  # lists of addresses of a workspace
-_workspaces: dict[tuple[int, ...], AllReduceFusionWorkspace] = {}  # by the ranks' addresses
+workspaces: dict[tuple[int, ...], AllReduceFusionWorkspace] = {}  # by the ranks' addresses
 
 
 def trtllm_create_ipc_workspace_for_all_reduce(
@@ -96,7 +96,7 @@ def trtllm_create_ipc_workspace_for_all_reduce(
     check_group(comm, rank, tp_size, "rank", "tp_size")
     workspace = AllReduceFusionWorkspace(max_token_num, hidden_dim, torch.float32, current_device(), comm)
     addresses = workspace.shared["peers"].tolist()
-    _workspaces[tuple(addresses)] = workspace
+    workspaces[tuple(addresses)] = workspace
     return [list(addresses) for _ in range(_BUFFERS)]
 
 
@@ -113,7 +113,7 @@ def trtllm_destroy_ipc_workspace_for_all_reduce(
         ValueError: workspace is not of trtllm_create_ipc_workspace_for_all_reduce, or is freed.
     """
     try:
-        known = _workspaces.pop(tuple(workspace[0]))
+        known = workspaces.pop(tuple(workspace[0]))
     except (KeyError, IndexError, TypeError):
         raise ValueError(
             "workspace: the lists of trtllm_create_ipc_workspace_for_all_reduce, not yet freed, are required"
@@ -180,7 +180,7 @@ def trtllm_custom_all_reduce(
     ):
         raise TypeError("peer_comm_buffer_ptrs: an int64 tensor on the CPU is required")
     addresses = peer_comm_buffer_ptrs.flatten()[:_MOST_RANKS].tolist()  # a view may have any number of elements
-    workspace = _workspaces.get(tuple(addresses)) if peer_comm_buffer_ptrs.numel() == len(addresses) else None
+    workspace = workspaces.get(tuple(addresses)) if peer_comm_buffer_ptrs.numel() == len(addresses) else None
     if workspace is None:
         raise ValueError(
             "peer_comm_buffer_ptrs: addresses of trtllm_create_ipc_workspace_for_all_reduce, not freed, are required"

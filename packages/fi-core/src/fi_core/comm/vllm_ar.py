@@ -47,11 +47,11 @@ class _Handle:
             fill_empty(self.buffer)
 
 
-_handles: dict[int, _Handle] = {}
+handles: dict[int, _Handle] = {}
 
 
 def _handle(fa: int) -> _Handle:
-    found = _handles.get(fa)
+    found = handles.get(fa)
     if found is None:
         raise ValueError(f"fa: a handle of vllm_init_custom_ar that is not disposed of is required; got {fa}")
     return found
@@ -96,15 +96,15 @@ def vllm_init_custom_ar(ipc_tensors: list[int], rank_data: torch.Tensor, rank: i
         raise ValueError(f"rank: 0 to {len(ipc_tensors) - 1} is required; got {rank!r}")
     if not full_nvlink:
         raise ValueError("full_nvlink: true is required, because ranks write to each other's memory; got False")
-    fa = max(_handles, default=0) + 1
-    _handles[fa] = _Handle(list(ipc_tensors), rank, rank_data.device)
+    fa = max(handles, default=0) + 1
+    handles[fa] = _Handle(list(ipc_tensors), rank, rank_data.device)
     return fa
 
 
 def vllm_dispose(fa: int) -> None:
     """Forgets a handle; the buffers stay the caller's. Raises ValueError for an unknown one."""
     _handle(fa)
-    del _handles[fa]
+    del handles[fa]
 
 
 def vllm_register_buffer(fa: int, fake_ipc_ptrs: list[int]) -> None:

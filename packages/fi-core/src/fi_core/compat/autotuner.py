@@ -184,7 +184,7 @@ class AutoTuner:
                 if tactic == -1 or tactic in runners[index].get_valid_tactics(inputs, profile):
                     self.stats["hits"] += 1
                     return runners[index], tactic
-                _warn_stale(custom_op, type(runners[index]).__name__, repr(tactic))
+                warn_stale(custom_op, type(runners[index]).__name__, repr(tactic))
         self.stats["misses"] += 1
         return runners[0], -1
 
@@ -326,7 +326,7 @@ def _hashable(tactic: Any) -> Any:
 
 
 @functools.cache
-def _warn_stale(custom_op: str, runner: str, tactic: str) -> None:
+def warn_stale(custom_op: str, runner: str, tactic: str) -> None:
     warnings.warn(
         f"tuned tactic {tactic} of {runner} does not support this {custom_op}; the default is used", stacklevel=3
     )

@@ -31,7 +31,7 @@ def cuda_index(device: torch.device | str, caller: str) -> int:
 
 
 @functools.cache
-def _capability_of(index: int) -> tuple[int, int]:
+def capability_of(index: int) -> tuple[int, int]:
     import torch
 
     return torch.cuda.get_device_capability(index)
@@ -39,7 +39,7 @@ def _capability_of(index: int) -> tuple[int, int]:
 
 def get_compute_capability(device: torch.device) -> tuple[int, int]:
     """Returns (major, minor) of a CUDA device."""
-    return _capability_of(cuda_index(device, "get_compute_capability"))
+    return capability_of(cuda_index(device, "get_compute_capability"))
 
 
 def supported_compute_capability(supported_ccs: Iterable[int]) -> Callable[[F], F]:
@@ -80,7 +80,7 @@ def fi_experimental_api(func: F) -> F:
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        _warn_experimental(func.__qualname__, None)
+        warn_experimental(func.__qualname__, None)
         return func(*args, **kwargs)
 
     wrapper.is_experimental = True  # type: ignore[attr-defined]
@@ -88,7 +88,7 @@ def fi_experimental_api(func: F) -> F:
 
 
 @functools.cache
-def _warn_experimental(api: str, backend: str | None) -> None:
+def warn_experimental(api: str, backend: str | None) -> None:
     what = f"backend {backend!r} of {api}" if backend else api
     warnings.warn(f"{what} is experimental: it may change or go", ExperimentalWarning, stacklevel=3)
 
@@ -104,7 +104,7 @@ def _lists(checker: Check | None, cc: int) -> bool:
     return cc in getattr(checker, "_supported_ccs", ())
 
 
-def _capability_of_first_tensor(values: Iterable[Any]) -> int | None:
+def capability_of_first_tensor(values: Iterable[Any]) -> int | None:
     module = sys.modules.get("torch")
     if module is None:
         return None
@@ -245,18 +245,18 @@ def backend_requirement(
             backend = rules.requested(call)
             used = backend
             if rules.backends and backend == "auto":
-                cc = _capability_of_first_tensor((*args, *kwargs.values()))
+                cc = capability_of_first_tensor((*args, *kwargs.values()))
                 chosen = rules.suitable(call, cc, heuristic_func)
                 wrapper.suitable_auto_backends = chosen  # type: ignore[attr-defined]
                 used = chosen[0]
             elif not skip_check:
-                cc = _capability_of_first_tensor((*args, *kwargs.values()))
+                cc = capability_of_first_tensor((*args, *kwargs.values()))
                 if rules.backends:
                     rules.check_backend(backend, call, cc)
                 elif rules.common is not None:
                     rules.check_common(call, cc)
             if used in rules.experimental:
-                _warn_experimental(rules.api, used)
+                warn_experimental(rules.api, used)
             return func(*args, **kwargs)
 
         wrapper.is_backend_supported = rules.is_backend_supported  # type: ignore[attr-defined]

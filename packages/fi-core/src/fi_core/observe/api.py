@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-_functions: dict[str, Callable[..., Any]] = {}  # "module:qualname" -> the function without its log
-_classes: dict[str, type] = {}
+functions: dict[str, Callable[..., Any]] = {}  # "module:qualname" -> the function without its log
+classes: dict[str, type] = {}
 
 
 def name_of(marked: Any) -> str:
@@ -18,23 +18,23 @@ def name_of(marked: Any) -> str:
 
 def register(marked: Any) -> None:
     """Add what `fi_api` decorates. A name that is defined again replaces the older object."""
-    known: dict[str, Any] = _classes if isinstance(marked, type) else _functions
+    known: dict[str, Any] = classes if isinstance(marked, type) else functions
     known[name_of(marked)] = marked
 
 
 def api_function(name: str) -> Callable[..., Any]:
     """The function or method of a name, which imports nothing. Raises LookupError if `fi_api` marks none of it."""
-    return _find(_functions, name, "function")  # type: ignore[no-any-return]
+    return _find(functions, name, "function")  # type: ignore[no-any-return]
 
 
 def api_class(name: str) -> type:
     """The class of a name, which imports nothing. Raises LookupError if `fi_api` marks none of it."""
-    return _find(_classes, name, "class")  # type: ignore[no-any-return]
+    return _find(classes, name, "class")  # type: ignore[no-any-return]
 
 
 def class_of(value: object) -> type:
     """The nearest class of an object that `fi_api` marks; its own class if it has none."""
-    return next((cls for cls in type(value).__mro__ if _classes.get(name_of(cls)) is cls), type(value))
+    return next((cls for cls in type(value).__mro__ if classes.get(name_of(cls)) is cls), type(value))
 
 
 def _find(known: dict[str, Any], name: str, kind: str) -> Any:

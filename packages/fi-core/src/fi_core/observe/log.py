@@ -55,7 +55,7 @@ class Settings:
         return not self.include or any(fnmatchcase(label, pattern) for pattern in self.include)
 
 
-def _configure(dest: str) -> None:
+def configure(dest: str) -> None:
     """Send the log to its destination, the message alone, and nowhere else."""
     handler: logging.Handler
     problem = None
@@ -102,7 +102,7 @@ def _system_lines() -> Iterator[str]:
 
 
 @functools.cache
-def _log_system_once() -> None:
+def log_system_once() -> None:
     """At the first logged call, since asking the GPUs for their names opens a CUDA context."""
     logger.info("\n".join(_system_lines()))
 
@@ -199,7 +199,7 @@ def _logged(func: F, target: str) -> F:
             return func(*args, **kwargs)
         call = _Call(target, signature, label)
         try:
-            call.step(_log_system_once)
+            call.step(log_system_once)
             call.step(call.before, args, kwargs)
             call.step(call.save_inputs, args, kwargs)
             result = func(*args, **kwargs)
@@ -258,7 +258,7 @@ def fi_api(
 settings = Settings.from_env()
 dumper: Dumper | None = None
 if settings.level > 0:
-    _configure(settings.dest)
+    configure(settings.dest)
     logger.info("fi-core %s (commit %s)", _version()[0], _version()[1][:8])
 if settings.level >= 10:
     dumper = Dumper.from_env(logger)

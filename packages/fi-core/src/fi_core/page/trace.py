@@ -162,7 +162,7 @@ _APPEND_TEMPLATES = {layout: _append_template(layout) for layout in ("NHD", "HND
 append.templates = tuple(_APPEND_TEMPLATES.values())  # type: ignore[attr-defined]
 
 
-def _append_mla_reference(  # type: ignore[no-untyped-def]
+def append_mla_reference(  # type: ignore[no-untyped-def]
     append_ckv, append_kpe, ckv_cache, kpe_cache, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len
 ):
     rows = (append_ckv, append_kpe)
@@ -207,7 +207,7 @@ APPEND_MLA = TraceTemplate(
         "ckv_cache": Tensor(["num_pages", "page_size", "head_dim_ckv"], param="ckv_cache", dtype_from="append_ckv"),
         "kpe_cache": Tensor(["num_pages", "page_size", "head_dim_kpe"], param="kpe_cache", dtype_from="append_kpe"),
     },
-    reference=(_write_rows, _append_mla_reference),
+    reference=(_write_rows, append_mla_reference),
     op="append_paged_kv_cache",
     make=_make_append_mla,
     samples=_SAMPLES,
@@ -217,7 +217,7 @@ APPEND_MLA = TraceTemplate(
 )
 
 
-def _positions_reference(append_indptr, seq_lens, nnz):  # type: ignore[no-untyped-def]
+def positions_reference(append_indptr, seq_lens, nnz):  # type: ignore[no-untyped-def]
     import itertools
 
     batch_indices, positions = append_indptr.new_full((nnz,), -1), append_indptr.new_zeros(nnz)
@@ -248,7 +248,7 @@ POSITIONS = TraceTemplate(
         "nnz": Scalar("int32"),
     },
     outputs={"batch_indices": Tensor(["nnz"], dtype="int32"), "positions": Tensor(["nnz"], dtype="int32")},
-    reference=_positions_reference,
+    reference=positions_reference,
     op="get_batch_indices_positions",
     make=_make_positions,
     samples=({}, {"batch_size": 1, "nnz": 1}, {"batch_size": 300, "nnz": 1000}),

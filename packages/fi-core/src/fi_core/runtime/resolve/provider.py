@@ -80,7 +80,7 @@ def _version() -> str:
     return fi_core.__version__
 
 
-def _load(name: str, directory: Path) -> Provider:
+def load_provider(name: str, directory: Path) -> Provider:
     try:
         if name == ENV_NAME:  # what is installed is as trusted as this module; a folder has to be judged
             trust.resolve(directory, trust.owner_of(directory))
@@ -119,4 +119,4 @@ def providers() -> tuple[Provider, ...]:
         spec = importlib.util.find_spec(package) if name not in found else None
         if spec and spec.origin:
             found[name] = Path(spec.origin).parent / "data"
-    return tuple(_load(name, directory) for name, directory in found.items())
+    return tuple(load_provider(name, directory) for name, directory in found.items())

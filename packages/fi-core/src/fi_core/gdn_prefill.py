@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fi_core.linear_attention.ops import CHUNK_MATRIX
 from fi_core.linear_attention.ops import chunk_gated_delta_rule as _chunk
@@ -62,6 +62,18 @@ def _segment_tokens(multiprocessors: int, tokens: int, heads: int, dim: int, seq
         if length * _LEAST_SEGMENTS * sequences > tokens:
             return 0
     return -(-length // _CHUNK) * _CHUNK
+
+
+def _wrong_shape(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> ValueError:
+    wanted = (("q", q, "[T, Hq, D]"), ("v", v, "[T, Hv, D]"), ("cu_seqlens", cu_seqlens, "[N + 1]"))
+    name, x, shape = next((name, x, shape) for name, x, shape in wanted if x.ndim != shape.count(",") + 1)
+    return ValueError(f"{name} must have shape {shape}; got {list(x.shape)}")
+
+
+def _wrong_option(use_cp: bool | str, backend: str) -> ValueError:
+    if use_cp not in ("auto", True, False):
+        return ValueError(f"use_cp must be 'auto', True or False; got {use_cp!r}")
+    return ValueError(f"backend must be one of {', '.join(_BACKENDS)}; got {backend!r}")
 
 
 @fi_api(trace=prefill)
@@ -134,16 +146,11 @@ def chunk_gated_delta_rule(
         _, v_heads, dim_v = v.shape
         (ends,) = cu_seqlens.shape
     except ValueError:
-        for name, x, shape in (("q", q, "[T, Hq, D]"), ("v", v, "[T, Hv, D]"), ("cu_seqlens", cu_seqlens, "[N + 1]")):
-            if x.ndim != shape.count(",") + 1:
-                raise ValueError(f"{name} must have shape {shape}; got {list(x.shape)}") from None
-        raise
+        raise _wrong_shape(q, v, cu_seqlens) from None
     if ends < 1:
         raise ValueError(f"cu_seqlens must have shape [N + 1]; got {[ends]}")
-    if use_cp not in ("auto", True, False):
-        raise ValueError(f"use_cp must be 'auto', True or False; got {use_cp!r}")
-    if backend not in _BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}; got {backend!r}")
+    if use_cp not in ("auto", True, False) or backend not in _BACKENDS:
+        raise _wrong_option(use_cp, backend)
     heads, sequences = q_heads if q_heads > v_heads else v_heads, ends - 1
     if output is None:
         output = q.new_empty(tokens, heads, dim_v)
@@ -160,12 +167,12 @@ def chunk_gated_delta_rule(
             q.get_device(), tokens, heads, dim, sequences, bool(use_cp), _cp_chunk_len, channels
         )
         workspace = q.new_empty(size // 2)  # elements of 2 bytes: another dtype is slower
-    _chunk(  # by position, as declared: names are slower
+    more: dict[str, Any] = {"segment_tokens": segment_tokens} if segment_tokens else {}
+    if checkpoint_every_n_tokens:
+        more.update(state_checkpoints=state_checkpoints, checkpoint_cu_starts=checkpoint_cu_starts)
+        more["checkpoint_every_n_tokens"] = checkpoint_every_n_tokens
+    _chunk(  # mostly by position, and only what is given: names are slower
         output, q, k, v, cu_seqlens, scale or (dim or 1) ** -0.5, workspace, g, beta, use_qk_l2norm_in_kernel,
-        initial_state, output_state, state_indices, state_checkpoints if checkpoint_every_n_tokens else None,
-        checkpoint_cu_starts if checkpoint_every_n_tokens else None, checkpoint_every_n_tokens, segment_tokens,
+        initial_state, output_state=output_state, state_indices=state_indices, **more,
     )  # fmt: skip
-    if output_final_state:
-        assert output_state is not None
-        return output, output_state
-    return output
+    return (output, output_state) if output_final_state and output_state is not None else output

@@ -91,7 +91,7 @@ def _plan(wrapper: Callable[..., Any], x: Inputs, backend: str) -> Any:
     planned = wrapper(workspace, backend="auto" if backend == "cpu" else backend)
     planned.plan(
         x.qo_indptr, x.kv_indptr, x.kv_indices, x.kv_len, x.q_nope.shape[1], x.ckv.shape[-1], x.kpe.shape[-1],
-        x.cache.shape[1], True, x.scale, x.q_nope.dtype, x.cache.dtype,
+        x.cache.shape[1], causal=True, sm_scale=x.scale, q_data_type=x.q_nope.dtype, kv_data_type=x.cache.dtype,
     )  # fmt: skip
     return planned
 

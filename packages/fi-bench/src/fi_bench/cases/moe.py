@@ -285,8 +285,9 @@ def _call_cutlass(f: Callable[..., Any], x: Inputs) -> Any:
 
 def _call_trtllm(f: Callable[..., Any], x: Inputs) -> Any:
     return f(
-        x.scores, x.bias, x.input, None, x.up, *x.scales[:1], x.down, *x.scales[1:], x.num_experts, x.topk, x.n_group,
-        x.topk_group, x.intermediate_size, x.first, x.up.shape[0], x.routed_scaling_factor,
+        x.scores, x.bias, x.input, None, x.up, *x.scales[:1], x.down, *x.scales[1:], num_experts=x.num_experts,
+        top_k=x.topk, n_group=x.n_group, topk_group=x.topk_group, intermediate_size=x.intermediate_size,
+        local_expert_offset=x.first, local_num_experts=x.up.shape[0], routed_scaling_factor=x.routed_scaling_factor,
         routing_method_type=_DEEPSEEK, output=x.output,
     )  # fmt: skip
 

@@ -102,7 +102,7 @@ CASES = (
         lambda p: {**_table(p), "dtype": "bfloat16", **sizes_of(p, "num_kv_heads", "head_dim", v_head_dim="head_dim")},
         lambda f, x: f(
             x.append_key, x.append_value, x.batch_indices, x.positions, x.paged_kv_cache, x.kv_cache_sf, x.kv_indices,
-            x.kv_indptr, x.kv_last_page_len, x.k_scale, x.v_scale, x.kv_layout,
+            x.kv_indptr, x.kv_last_page_len, x.k_scale, x.v_scale, kv_layout=x.kv_layout,
         ),
         _torch_nvfp4,
         which=lambda p, template: f"kv_layout:{p.kv_layout}" in template.tags,

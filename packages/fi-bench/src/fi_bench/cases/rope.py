@@ -234,17 +234,20 @@ def _append_outputs(x: Inputs, returned: Any) -> Outputs:
 
 
 def _quantised_call(f: Callable[..., Any], x: Inputs) -> Any:
-    return f(
-        x.q_rope, x.k_rope, x.q_nope, x.k_nope, x.cos_sin_cache, x.pos_ids, not x.interleave, x.quant_dtype, x.scale_q,
-        x.scale_kv, x.q_rope_out, x.k_rope_out, x.q_nope_out, x.k_nope_out, enable_pdl=x.pdl,
-    )  # fmt: skip
+    outputs = {name: x[name] for name in ("q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out")}
+    return f(x.q_rope, x.k_rope, x.q_nope, x.k_nope, x.cos_sin_cache, x.pos_ids, **_quantisation(x), **outputs)
+
+
+def _quantisation(x: Inputs) -> dict[str, Any]:
+    scales = {"quant_scale_q": x.scale_q, "quant_scale_kv": x.scale_kv}
+    return {"is_neox": not x.interleave, "quantize_dtype": x.quant_dtype, "enable_pdl": x.pdl, **scales}
 
 
 def _append_call(f: Callable[..., Any], x: Inputs) -> Any:
     return f(
         x.q_rope, x.k_rope, x.q_nope, x.k_nope, x.v, x.cos_sin_cache, x.pos_ids, (x.k_cache, x.v_cache), x.kv_indices,
-        x.kv_indptr, x.batch_indices, x.positions, not x.interleave, x.quant_dtype, x.scale_q, x.scale_kv, x.page_size,
-        x.kv_layout, x.q_rope_out, x.q_nope_out, enable_pdl=x.pdl,
+        x.kv_indptr, batch_indices=x.batch_indices, positions=x.positions, page_size=x.page_size,
+        kv_layout=x.kv_layout, q_rope_out=x.q_rope_out, q_nope_out=x.q_nope_out, **_quantisation(x),
     )  # fmt: skip
 
 

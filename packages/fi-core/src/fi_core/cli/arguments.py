@@ -163,15 +163,7 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("path", nargs="?", type=Path, metavar="PATH", help="default: compile_commands.json")
     export.add_argument("--output", "-o", type=Path, metavar="PATH", help="the same as PATH")
 
-    cache = commands.group("cache", "Manage the cache of compiled kernels.")
-    cache.add("ls", "cache:ls", "List the entries with size and last use.")
-    cache.add("verify", "cache:verify", "Check every entry against its manifest; fails if one is damaged.")
-    text = "Remove leftovers, and entries beyond the limits, least recently used first."
-    prune = cache.add("prune", "cache:prune", text)
-    prune.add_argument("--max-age-days", type=_days, metavar="DAYS", help="keep entries used within DAYS days")
-    prune.add_argument("--max-bytes", type=_size, metavar="SIZE", help="keep at most this much, such as 500M")
-    cache.add("clear", "cache:clear", "Remove every entry.")
-    commands.add("clear-cache", "cache:clear", "Remove every entry, as `cache clear` does.")
+    _add_cache(commands)
 
     text = "Run a command in which `import flashinfer` is fi, also in the processes that it starts."
     execute = commands.add("exec", "execute:run", text)
@@ -181,3 +173,15 @@ def parser() -> argparse.ArgumentParser:
     replay.add_argument("--dir", type=Path, required=True, help="a dump, or the folder of a session of dumps")
     replay.add_argument("--device", help="for tensors that were on a GPU; default: cuda if there is one, else cpu")
     return top
+
+
+def _add_cache(commands: _Commands) -> None:
+    cache = commands.group("cache", "Manage the cache of compiled kernels.")
+    cache.add("ls", "cache:ls", "List the entries with size and last use.")
+    cache.add("verify", "cache:verify", "Check every entry against its manifest; fails if one is damaged.")
+    text = "Remove leftovers, and entries beyond the limits, least recently used first."
+    prune = cache.add("prune", "cache:prune", text)
+    prune.add_argument("--max-age-days", type=_days, metavar="DAYS", help="keep entries used within DAYS days")
+    prune.add_argument("--max-bytes", type=_size, metavar="SIZE", help="keep at most this much, such as 500M")
+    cache.add("clear", "cache:clear", "Remove every entry.")
+    commands.add("clear-cache", "cache:clear", "Remove every entry, as `cache clear` does.")

@@ -101,18 +101,20 @@ def _check_form(form: str | None, quant_out: torch.Tensor | None, scale_out: tor
 
 
 def _sum_of_experts(
-    message: torch.Tensor, rows: torch.Tensor, name: str, weights: torch.Tensor | None, weights_name: str,
+    residual_in: torch.Tensor | None, rows: torch.Tensor, name: str, weights: torch.Tensor | None, weights_name: str,
     positions: torch.Tensor | None, added: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """Writes the weighted sum of the rows of each token to the message, `[tokens, hidden]`."""
-    if message.dim() != 2 or not message.shape[1]:
-        raise ValueError(f"residual_in: shape [tokens, hidden] is required; got {list(message.shape)}")
-    tokens, hidden = message.shape
+) -> torch.Tensor:  # fmt: skip
+    """The weighted sum of the rows of each token, `[tokens, hidden]`."""
+    assert residual_in is not None
+    if residual_in.dim() != 2 or not residual_in.shape[1]:
+        raise ValueError(f"residual_in: shape [tokens, hidden] is required; got {list(residual_in.shape)}")
+    message, (tokens, hidden) = residual_in.new_empty(residual_in.shape), residual_in.shape
     if rows.numel() % hidden or not rows.is_contiguous():
         raise ValueError(f"{name}: contiguous rows of {hidden} elements are required; got shape {list(rows.shape)}")
     if weights is not None and (weights.dim() != 2 or len(weights) != tokens):
         raise ValueError(f"{weights_name}: a row for each of {tokens} tokens is required; got {list(weights.shape)}")
     moe_finalize(message, rows.view(-1, hidden), positions, weights=weights, added=added)
+    return message
 
 
 def _check(input: torch.Tensor, workspace: AllReduceFusionWorkspace) -> None:
@@ -155,6 +157,14 @@ def _norm(
     result = quant_out if form else norm_out
     assert result is not None
     return result
+
+
+def _check_scales(scales: torch.Tensor, experts: int | None) -> None:
+    if scales.dim() != 2 or experts not in (None, len(scales)):
+        raise ValueError(
+            f"moe_reduction_scale_input: shape [moe_reduction_device_num_experts, tokens] is required, with {experts} "
+            f"experts; got {list(scales.shape)}"
+        )
 
 
 @fi_api
@@ -242,41 +252,29 @@ def allreduce_fusion(
         TypeError: A dtype does not fit, or a tensor that the pattern reads is missing.
         RuntimeError: An earlier call has failed: a rank did not come or called with other arguments; the text names it.
     """
-    import torch
-
     if pattern not in _PATTERNS:
         raise ValueError(f"pattern: 0 to 12 of AllReduceFusionPattern is required; got {pattern!r}")
     if pattern != AllReduceFusionPattern.kAllReduce:
         _required(pattern, residual_in=residual_in, rms_gamma=rms_gamma)
-        assert residual_in is not None
     if pattern in _REDUCTION:
         active, scales = moe_reduction_active_experts_token_input, moe_reduction_scale_input
         _required(pattern, moe_reduction_active_experts_token_input=active, moe_reduction_scale_input=scales)
-        assert active is not None and scales is not None and residual_in is not None
-        if scales.dim() != 2 or moe_reduction_device_num_experts not in (None, len(scales)):
-            raise ValueError(
-                f"moe_reduction_scale_input: shape [moe_reduction_device_num_experts, tokens] is required, with "
-                f"{moe_reduction_device_num_experts} experts; got {list(scales.shape)}"
-            )
-        input = torch.empty_like(residual_in)
+        assert active is not None and scales is not None
+        _check_scales(scales, moe_reduction_device_num_experts)
         name, weights_name = "moe_reduction_active_experts_token_input", "moe_reduction_scale_input"
-        _sum_of_experts(input, active, name, scales.t(), weights_name, None, moe_reduction_token_input)
+        input = _sum_of_experts(residual_in, active, name, scales.t(), weights_name, None, moe_reduction_token_input)
     elif pattern in _FINALIZE:
         _required(pattern, expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx)
-        assert residual_in is not None
-        message = torch.empty_like(residual_in)
-        _sum_of_experts(
-            message, input, "input", expert_scale_factor, "expert_scale_factor", expanded_idx_to_permuted_idx,
+        input = _sum_of_experts(
+            residual_in, input, "input", expert_scale_factor, "expert_scale_factor", expanded_idx_to_permuted_idx,
             shared_expert_output,
         )  # fmt: skip
-        input = message
     _check(input, workspace)
     input, shots = workspace.prepared(input, use_oneshot)
     common = {**workspace.shared, "shots": shots, "enable_pdl": launch_with_pdl}
     common["trigger_at_end"] = trigger_completion_at_end
     if pattern == AllReduceFusionPattern.kAllReduce:
-        if output is None:
-            output = torch.empty_like(input)
+        output = input.new_empty(input.shape) if output is None else output
         ops.all_reduce(input, out=output, **common)
         return output
     form = _FORMS.get(pattern)

@@ -121,6 +121,44 @@ def trtllm_destroy_ipc_workspace_for_all_reduce(
     known.destroy()
 
 
+def _workspace_of(peer_comm_buffer_ptrs: torch.Tensor, rank: int, size: int) -> AllReduceFusionWorkspace:
+    import torch
+
+    if (
+        not isinstance(peer_comm_buffer_ptrs, torch.Tensor)
+        or peer_comm_buffer_ptrs.dtype != torch.int64
+        or peer_comm_buffer_ptrs.device.type != "cpu"
+    ):
+        raise TypeError("peer_comm_buffer_ptrs: an int64 tensor on the CPU is required")
+    addresses = peer_comm_buffer_ptrs.flatten()[:_MOST_RANKS].tolist()  # a view may have any number of elements
+    found = workspaces.get(tuple(addresses)) if peer_comm_buffer_ptrs.numel() == len(addresses) else None
+    if found is None:
+        raise ValueError(
+            "peer_comm_buffer_ptrs: addresses of trtllm_create_ipc_workspace_for_all_reduce, not freed, are required"
+        )
+    if (rank, size) != (found.rank, found.world_size):
+        raise ValueError(
+            f"tp_rank, tp_size: {found.rank} and {found.world_size} of the workspace are required; "
+            f"got {rank} and {size}"
+        )
+    return found
+
+
+def _check_options(bias: torch.Tensor | None, strategy_code: int, fusion_op_code: int) -> None:
+    if bias is not None:
+        raise ValueError("bias: None is required; add it to the residual")
+    if strategy_code not in _USE_ONESHOT:
+        raise ValueError(f"strategy_code: one of {sorted(_USE_ONESHOT)} is required; got {strategy_code!r}")
+    if fusion_op_code not in _SERVED:
+        raise ValueError(f"fusion_op_code: one of {_SERVED} is required; got {fusion_op_code!r}")
+
+
+def _require(fusion_op_code: int, **tensors: torch.Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is None:
+            raise TypeError(f"{name}: a tensor is required by fusion_op_code {fusion_op_code}; got None")
+
+
 @fi_api
 def trtllm_custom_all_reduce(
     inp: torch.Tensor,
@@ -171,31 +209,8 @@ def trtllm_custom_all_reduce(
         TypeError: A dtype does not fit, or a tensor is missing.
         RuntimeError: An earlier call has failed; the text names the rank.
     """
-    import torch
-
-    if (
-        not isinstance(peer_comm_buffer_ptrs, torch.Tensor)
-        or peer_comm_buffer_ptrs.dtype != torch.int64
-        or peer_comm_buffer_ptrs.device.type != "cpu"
-    ):
-        raise TypeError("peer_comm_buffer_ptrs: an int64 tensor on the CPU is required")
-    addresses = peer_comm_buffer_ptrs.flatten()[:_MOST_RANKS].tolist()  # a view may have any number of elements
-    workspace = workspaces.get(tuple(addresses)) if peer_comm_buffer_ptrs.numel() == len(addresses) else None
-    if workspace is None:
-        raise ValueError(
-            "peer_comm_buffer_ptrs: addresses of trtllm_create_ipc_workspace_for_all_reduce, not freed, are required"
-        )
-    if (tp_rank, tp_size) != (workspace.rank, workspace.world_size):
-        raise ValueError(
-            f"tp_rank, tp_size: {workspace.rank} and {workspace.world_size} of the workspace are required; got "
-            f"{tp_rank} and {tp_size}"
-        )
-    if bias is not None:
-        raise ValueError("bias: None is required; add it to the residual")
-    if strategy_code not in _USE_ONESHOT:
-        raise ValueError(f"strategy_code: one of {sorted(_USE_ONESHOT)} is required; got {strategy_code!r}")
-    if fusion_op_code not in _SERVED:
-        raise ValueError(f"fusion_op_code: one of {_SERVED} is required; got {fusion_op_code!r}")
+    workspace = _workspace_of(peer_comm_buffer_ptrs, tp_rank, tp_size)
+    _check_options(bias, strategy_code, fusion_op_code)
     if type(token_num) is not int or token_num < 1 or inp.numel() % token_num:
         raise ValueError(f"token_num: a divisor of {inp.numel()}, the elements of inp, is required; got {token_num!r}")
     width = inp.numel() // token_num
@@ -216,11 +231,8 @@ def trtllm_custom_all_reduce(
         )  # fmt: skip
         return
     if fusion_op_code != AllReduceFusionOp.NONE:
-        for name, tensor in (
-            ("residual", residual_in), ("weight", weight), ("weight_pre_residual_norm", weight_pre_residual_norm)
-        ):  # fmt: skip
-            if tensor is None:
-                raise TypeError(f"{name}: a tensor is required by fusion_op_code {fusion_op_code}; got None")
+        norms = {"weight": weight, "weight_pre_residual_norm": weight_pre_residual_norm}
+        _require(fusion_op_code, residual=residual_in, **norms)
         assert residual_in is not None
         if residual_in.data_ptr() == result.data_ptr():  # the sum is written before the residual is read
             residual_in = residual_in.clone()
@@ -231,7 +243,5 @@ def trtllm_custom_all_reduce(
         return
     assert residual_in is not None and weight is not None and weight_pre_residual_norm is not None
     rmsnorm(result, weight_pre_residual_norm, epsilon, out=result)
-    if intermediate is None:
-        intermediate = torch.empty_like(residual_in)
-    intermediate.copy_(residual_in)
+    intermediate = residual_in.clone() if intermediate is None else intermediate.copy_(residual_in)
     fused_add_rmsnorm(result, intermediate, weight, epsilon)

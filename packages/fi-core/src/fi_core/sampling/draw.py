@@ -339,6 +339,6 @@ def sample_from_logits(
         raise ValueError("seen_token_counts: required for frequency_penalty and presence_penalty")
     filters = _given(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     return _draw(  # type: ignore[return-value]
-        logits, "logits", _RETRIES, None, generator, False, seed, offset, True, filters, _is_joint(filter_apply_order),
-        adjustments,
+        logits, "logits", _RETRIES, None, generator, False, seed, offset, True, filters,
+        joint=_is_joint(filter_apply_order), adjustments=adjustments,
     )  # fmt: skip

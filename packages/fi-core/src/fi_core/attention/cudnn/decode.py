@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fi_core.attention.contract import unsupported
-from fi_core.attention.cudnn.graph import Operand, attend, dense, frontend, packed, page_table, per_request
+from fi_core.attention.cudnn.graph import Operand, attend, dense, frontend, packed, paged_keys, per_request, results
 from fi_core.observe.log import fi_api
-from fi_core.utils import ceil_div, check_shape_dtype_device, constants
+from fi_core.utils import constants
 
 if TYPE_CHECKING:
     import torch
@@ -71,8 +71,6 @@ def cudnn_batch_decode_with_kv_cache(
         NotImplementedError: batch_offsets_k, batch_offsets_v.
         UnsupportedError: cuDNN does not support the request; with its message.
     """
-    import torch
-
     for name, offsets in (("batch_offsets_k", batch_offsets_k), ("batch_offsets_v", batch_offsets_v)):
         if offsets is not None:
             raise unsupported(name, offsets, "block_tables says where keys and values are: pass None")
@@ -82,29 +80,18 @@ def cudnn_batch_decode_with_kv_cache(
     batch_size, (rows, heads) = block_tables.shape[0], q.shape[:2]
     if rows != batch_size * q_len_per_req:
         raise ValueError(f"q: batch_size * q_len_per_req = {batch_size * q_len_per_req} rows are required; got {rows}")
-    shape = (rows, heads, v_cache.shape[3])
-    if out is None:
-        out = q.new_empty(shape)
-    check_shape_dtype_device(out, shape, q.dtype, q.device, "out")
-    if lse is not None:
-        check_shape_dtype_device(lse, shape[:2], torch.float32, q.device, "lse")
-    elif return_lse:
-        lse = q.new_empty(shape[:2], dtype=torch.float32)
+    out, lse = results(q, v_cache.shape[3], (rows, heads), out, lse, return_lse)
 
     def rows_of(x: torch.Tensor, offsets: torch.Tensor | None) -> Operand:
         if offsets is not None:
             return packed(x, q_len_per_req, offsets)
         return dense(x.unflatten(0, (batch_size, q_len_per_req)).transpose(1, 2))
 
-    table = page_table(block_tables, ceil_div(max_sequence_kv, k_cache.shape[2]))
     operands = {
+        **paged_keys(k_cache, v_cache, block_tables, max_sequence_kv),
         "q": rows_of(q, batch_offsets_q),
-        "k": dense(k_cache),
-        "v": dense(v_cache),
         "seq_len_q": per_request(constants(q_len_per_req, batch_size, q.device)),
         "seq_len_kv": per_request(actual_seq_lens_kv),
-        "paged_attention_k_table": table,
-        "paged_attention_v_table": table,
         "out": rows_of(out, batch_offsets_o),
     }
     if lse is not None:

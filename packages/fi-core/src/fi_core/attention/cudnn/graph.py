@@ -8,6 +8,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.runtime.errors import LibraryError, UnsupportedError
+from fi_core.utils import ceil_div, check_shape_dtype_device
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +71,33 @@ def page_table(x: torch.Tensor, pages: int) -> Operand:
     """`[batch, max_pages]` page ids, contiguous in the last dimension, limited to a number of pages per request."""
     pitch = x.stride(0) if x.shape[0] > 1 else x.shape[1]
     return Operand(x, (x.shape[0], 1, min(pages, x.shape[1]), 1), (pitch, pitch, 1, 1))
+
+
+def paged_keys(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor, longest: int
+) -> dict[str, Operand]:
+    """Keys and values in pages, of at most `longest` tokens each."""
+    table = page_table(block_tables, ceil_div(longest, k_cache.shape[2]))
+    names = ("k", "v", "paged_attention_k_table", "paged_attention_v_table")
+    return dict(zip(names, (dense(k_cache), dense(v_cache), table, table)))
+
+
+def results(
+    q: torch.Tensor, head_dim_vo: int, lse_shape: tuple[int, ...], out: torch.Tensor | None, lse: torch.Tensor | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """(out, lse): checked where they are given, else allocated; lse is None if nobody asks for it."""
+    import torch
+
+    shape = (*q.shape[:2], head_dim_vo)
+    if out is None:
+        out = q.new_empty(shape)
+    check_shape_dtype_device(out, shape, q.dtype, q.device, "out")
+    if lse is not None:
+        check_shape_dtype_device(lse, lse_shape, torch.float32, q.device, "lse")
+    elif return_lse:
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
+    return out, lse
 
 
 # Variables of a graph are numbered: those of the operands in this order, from 1, and behind all of them their offsets.

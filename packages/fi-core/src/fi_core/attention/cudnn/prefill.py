@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
 from fi_core.attention.contract import unsupported
-from fi_core.attention.cudnn.graph import Operand, attend, dense, finish_lse, frontend, packed, page_table, per_request
+from fi_core.attention.cudnn.graph import (
+    Operand,
+    attend,
+    dense,
+    finish_lse,
+    frontend,
+    packed,
+    paged_keys,
+    per_request,
+    results,
+)
 from fi_core.observe.log import fi_api
-from fi_core.utils import ceil_div, check_shape_dtype_device, int32_index
+from fi_core.utils import int32_index
 
 if TYPE_CHECKING:
     import torch
@@ -24,12 +35,45 @@ def starts(lens: torch.Tensor, step: int) -> torch.Tensor:
 def lengths(
     name: str, given: torch.Tensor | None, x: torch.Tensor, offsets: torch.Tensor | None, in_tokens: bool
 ) -> torch.Tensor:
-    """The lengths of the requests, from their offsets in x if they are not given."""
-    if given is not None:
-        return given
-    if offsets is None:
+    """The lengths of the requests on the device of x, from their offsets in x if they are not given."""
+    if given is None and offsets is None:
         raise ValueError(f"{name}: the lengths of the requests are required where there are no batch_offsets")
-    return offsets.diff() if in_tokens else offsets.diff() // x.stride(0)
+    if given is None:
+        assert offsets is not None
+        given = offsets.diff() if in_tokens else offsets.diff() // x.stride(0)
+    return int32_index(given.reshape(-1)).to(x.device, non_blocking=True).int()
+
+
+def _check(
+    q: torch.Tensor, batch_offsets_stats: torch.Tensor | None, backend: str | None, o_data_type: torch.dtype | None,
+    units: str, lse_base: str,
+) -> None:  # fmt: skip
+    if batch_offsets_stats is not None:
+        raise unsupported("batch_offsets_stats", batch_offsets_stats, "lse is padded to max_token_per_sequence rows")
+    if backend not in (None, "cudnn"):
+        raise ValueError(f'backend: None or "cudnn" is required; got {backend!r}')
+    if units not in ("elements", "tokens"):
+        raise ValueError(f"batch_offsets_units: elements or tokens is required; got {units!r}")
+    if lse_base not in ("log2", "ln"):
+        raise ValueError(f"lse_base: log2 or ln is required; got {lse_base!r}")
+    if o_data_type not in (None, q.dtype):
+        raise ValueError(f"o_data_type: the dtype of q, {q.dtype}, is required; got {o_data_type}")
+
+
+def _scaled(scale: float, **factors: float | torch.Tensor | None) -> float:
+    for name, factor in factors.items():
+        if getattr(factor, "is_cuda", False):
+            raise unsupported(name, factor, "on the device: pass a number or a host tensor, or multiply q by it")
+        scale = scale if factor is None else scale * float(factor)
+    return scale
+
+
+def _ragged(
+    x: torch.Tensor, longest: int, lens: torch.Tensor, offsets: torch.Tensor | None, in_tokens: bool
+) -> Operand:
+    if offsets is None:
+        return packed(x, longest, starts(lens, x.stride(0)))
+    return packed(x, longest, offsets * x.stride(0) if in_tokens else offsets)
 
 
 @fi_api
@@ -103,47 +147,14 @@ def cudnn_batch_prefill_with_kv_cache(
         NotImplementedError: scales on the device, batch_offsets_stats.
         UnsupportedError: cuDNN does not support the request; with its message.
     """
-    import torch
-
-    if batch_offsets_stats is not None:
-        raise unsupported("batch_offsets_stats", batch_offsets_stats, "lse is padded to max_token_per_sequence rows")
-    if backend not in (None, "cudnn"):
-        raise ValueError(f'backend: None or "cudnn" is required; got {backend!r}')
-    if batch_offsets_units not in ("elements", "tokens"):
-        raise ValueError(f"batch_offsets_units: elements or tokens is required; got {batch_offsets_units!r}")
-    if lse_base not in ("log2", "ln"):
-        raise ValueError(f"lse_base: log2 or ln is required; got {lse_base!r}")
+    _check(q, batch_offsets_stats, backend, o_data_type, batch_offsets_units, lse_base)
     in_tokens = batch_offsets_units == "tokens"
-    actual_seq_lens_q = lengths("actual_seq_lens_q", actual_seq_lens_q, q, batch_offsets_q, in_tokens)
-    actual_seq_lens_kv = lengths("actual_seq_lens_kv", actual_seq_lens_kv, k_cache, batch_offsets_k, in_tokens)
+    lens_q = lengths("actual_seq_lens_q", actual_seq_lens_q, q, batch_offsets_q, in_tokens)
+    lens_kv = lengths("actual_seq_lens_kv", actual_seq_lens_kv, k_cache, batch_offsets_k, in_tokens)
     frontend()
-    for name, factor in (("q_scale", q_scale), ("k_scale", k_scale)):
-        if factor is not None:
-            if getattr(factor, "is_cuda", False):
-                raise unsupported(name, factor, "on the device: pass a number or a host tensor, or multiply q by it")
-            scale = scale * float(factor)
-    most, batch_size = max_token_per_sequence, actual_seq_lens_q.numel()
-    lens_q, lens_kv = (
-        int32_index(x.reshape(-1)).to(q.device, torch.int32, non_blocking=True)
-        for x in (actual_seq_lens_q, actual_seq_lens_kv)
-    )
-    shape = (*q.shape[:2], v_cache.shape[-1])
-    if o_data_type is not None and o_data_type != q.dtype:
-        raise ValueError(f"o_data_type: the dtype of q, {q.dtype}, is required; got {o_data_type}")
-    if out is None:
-        out = q.new_empty(shape)
-    check_shape_dtype_device(out, shape, q.dtype, q.device, "out")
-    lse_shape = (batch_size, most, q.shape[1])
-    if lse is not None:
-        check_shape_dtype_device(lse, lse_shape, torch.float32, q.device, "lse")
-    elif return_lse:
-        lse = q.new_empty(lse_shape, dtype=torch.float32)
-
-    def ragged(x: torch.Tensor, longest: int, lens: torch.Tensor, offsets: torch.Tensor | None) -> Operand:
-        if offsets is None:
-            return packed(x, longest, starts(lens, x.stride(0)))
-        return packed(x, longest, offsets * x.stride(0) if in_tokens else offsets)
-
+    scale, most = _scaled(scale, q_scale=q_scale, k_scale=k_scale), max_token_per_sequence
+    out, lse = results(q, v_cache.shape[-1], (len(lens_q), most, q.shape[1]), out, lse, return_lse)
+    ragged = functools.partial(_ragged, in_tokens=in_tokens)
     operands = {
         "q": ragged(q, most, lens_q, batch_offsets_q),
         "seq_len_q": per_request(lens_q),
@@ -154,10 +165,7 @@ def cudnn_batch_prefill_with_kv_cache(
         operands["k"] = ragged(k_cache, max_sequence_kv, lens_kv, batch_offsets_k)
         operands["v"] = ragged(v_cache, max_sequence_kv, lens_kv, batch_offsets_v)
     else:
-        operands["k"], operands["v"] = dense(k_cache), dense(v_cache)
-        operands["paged_attention_k_table"] = operands["paged_attention_v_table"] = page_table(
-            block_tables, ceil_div(max_sequence_kv, k_cache.shape[2])
-        )
+        operands.update(paged_keys(k_cache, v_cache, block_tables, max_sequence_kv))
     if lse is not None:
         operands["stats"] = dense(lse.transpose(1, 2).unsqueeze(3))
     attend(operands, workspace_buffer, float(scale), causal, -1)

@@ -56,6 +56,7 @@ def test_a_tactic_names_a_tile_shape(gemm: Gemm) -> None:
     calls = gemm(4096, 7168, 512, tactic=0)
     launch = one(calls)
     assert launch["name"] == "gemm_128x256" and launch["grid"] == [132, 1, 1] and launch["cluster"] == [1, 1, 1]
+    assert launch["shared_bytes"] == 227 * 1024, "all that an SM has for a CTA"
     assert maps(calls)[A] == [[512, 2, 64], [4096, 1024, 128], [1, 128, 1]]
     assert maps(calls)[B] == [[512, 2, 64], [7168, 1024, 256], [1, 128, 1]]
     p = parameters(launch, "GemmSm90Params")

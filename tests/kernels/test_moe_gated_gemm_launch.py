@@ -45,7 +45,7 @@ def test_a_tile_has_128_features_of_both_projections(gated: Callable[..., list[C
     maps = {c["address"]: c["dimensions"] for c in calls if c["call"] == "tensor_map"}
     assert maps[X] == [[512, 1, 128], [1000, 512, 128], [1, 128, 1]]
     assert maps[W] == [[512, 1, 128], [768, 512, 128], [4, 768 * 512, 1]]
-    assert launch["grid"] == [(1000 // 128 + 4) * 3, 1, 1]
+    assert launch["grid"] == [(1000 // 128 + 4) * 3, 1, 1] and launch["shared_bytes"] == 227 * 1024
     p = parameters(launch, "MoeGatedGemmParams")
     assert (p["gemm"]["k_blocks"], p["out_scale"]) == (4, OUT_SCALE)
     problem = p["gemm"]["problem"]

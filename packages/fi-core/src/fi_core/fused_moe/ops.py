@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fi_core.gemm.ops import TILES, GemmConfig, shared_bytes
+from fi_core.gemm.ops import TILES, GemmConfig
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
@@ -136,14 +136,13 @@ _GATED = tuple(name for name in _ACTIVATIONS if ActivationType[name].is_gated)
 
 def _gated_gemm_unit(axes: Values) -> Unit:
     dtype = DTYPES[axes["x"]]
-    kind = "16 bits" if dtype.bytes == 2 else "gated blocks"
-    entries = []
-    for tile in TILES[kind]:
-        size = shared_bytes(tile, kind, dtype.bytes)
-        numbers = f"{tile.rows}, {tile.columns}, {min(2, tile.rows // 64)}, {tile.stages}, {size}"
-        body = f"moe_gated_gemm_sm90<{dtype.device}, fi::kExpert{axes['activation']}, {numbers}>"
-        config = GemmConfig(tile.rows, tile.columns, tile.k_block_clocks)
-        entries.append(Entry(f"moe_gated_gemm_{tile.rows}x{tile.columns}", body, 384, config, size, 1))
+    types = f"{{0}}, {dtype.device}, {dtype.device}"
+    if dtype.bytes == 2:
+        tiles, mainloop = TILES["16 bits"], f"fi::Accumulate<{types}, false>"
+    else:
+        tiles, mainloop = TILES["gated blocks"], f"fi::Promote<{types}, fi::GemmScales::kBlocks>"
+    epilogue = f"fi::StoreGated<{{0}}, {dtype.device}, fi::kExpert{axes['activation']}>"
+    entries = [tile.entry("moe_gated_gemm", mainloop, epilogue, "GroupTiles", gated=True) for tile in tiles]
     flags = ("--split-compile=4",) if len(entries) > 1 else ()
     return Unit("fi/fused_moe/moe_gated_gemm_sm90.cuh", "MoeGatedGemmParams", tuple(entries), flags=flags)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.runtime.launch.operator import operator
@@ -16,25 +17,48 @@ _SHARED = 227 * 1024  # bytes of a CTA
 _TMA_BYTES = 16  # that addresses and strides of operands are multiples of
 
 
+class GemmKind(IntEnum):
+    """The kernel that an entry instantiates."""
+
+    WGMMA = 0
+    SMALL_M = 1  # wgmma for few tokens
+    MMA = 2  # mma.sync
+
+
+class GemmStores(IntEnum):
+    """The epilogue of a WGMMA entry."""
+
+    ROWS = 0
+    TMA = 1
+    TMA_HALVES = 2
+
+
 class GemmConfig(NamedTuple):
+    kind: GemmKind
     rows: int  # of a tile
     columns: int
-    k_block_clocks: int  # of a tile of wgmma_sm90 and 128 bytes of k, for the cost model
-    load_bytes: int = 0  # of a load by mma_sm80: 16, or 1 for single elements with any strides; 0: TMA
-    stage_blocks: int = 0  # of 128 bytes along k in a stage of wgmma_small_m_sm90; 0: another kernel
-    tma_stores: int = 0  # of whole tiles by wgmma_sm90: 1 behind their products, 2 half of them earlier; 0: none
+    k_block_clocks: int = 0  # WGMMA: of a tile and 128 bytes of k, for the cost model
+    load_bytes: int = 0  # MMA: of a load; 16, or 1 for single elements with any strides
+    stage_blocks: int = 0  # SMALL_M: of 128 bytes along k in a stage
+    stores: GemmStores = GemmStores.ROWS
 
 
 class _Tile(NamedTuple):
-    """A tile shape of the wgmma kernel. The two consumer warpgroups lie beside each other along m, or along n where a
-    tile has 64 rows.
-    """
+    """A tile shape of the wgmma kernel."""
 
     rows: int
     columns: int
     stages: int
     k_block_clocks: int
-    early_stores: bool = False
+    stores: GemmStores = GemmStores.ROWS  # of 16-bit out
+
+    def entry(self, op: str, mainloop: str, epilogue: str, tiles: str, gated: bool = False) -> Entry:
+        """A kernel entry of the op; {0} in the types of the mainloop and of the epilogue stands for the tile's."""
+        tile = f"fi::GemmTileSm90<{self.rows}, {self.columns}, {self.stages}{', true' if gated else ''}>"
+        body = f"gemm_sm90<{{0}}, {mainloop}, {epilogue}, fi::{tiles}>".format(tile)
+        config = GemmConfig(GemmKind.WGMMA, self.rows, self.columns, self.k_block_clocks, stores=self.stores)
+        early = "_early_stores" if self.stores == GemmStores.TMA_HALVES else ""
+        return Entry(f"{op}_{self.rows}x{self.columns}{early}", body, 384, config, 0, 1)
 
 
 # H200: a stage is 128 bytes of k. Tiles of fp8 have two sets of accumulators, one of the last 128 k.
@@ -44,8 +68,8 @@ TILES = {
         _Tile(128, 128, 6, 590), _Tile(64, 256, 5, 615), _Tile(64, 128, 8, 450),
     ),
     "rows": (
-        _Tile(256, 128, 4, 1035), _Tile(128, 192, 5, 820), _Tile(128, 176, 5, 735), _Tile(128, 128, 6, 620),
-        _Tile(64, 256, 5, 600), _Tile(64, 128, 8, 450),
+        _Tile(256, 128, 4, 1035, GemmStores.TMA), _Tile(128, 192, 5, 820), _Tile(128, 176, 5, 735),
+        _Tile(128, 128, 6, 620), _Tile(64, 256, 5, 600), _Tile(64, 128, 8, 450),
     ),
     "blocks": (
         _Tile(256, 128, 4, 1240), _Tile(128, 192, 4, 937), _Tile(128, 176, 5, 930), _Tile(128, 128, 6, 650),
@@ -55,45 +79,32 @@ TILES = {
     # Of moe_gated_gemm: 128 features of both projections, which share a scale.
     "gated blocks": (_Tile(128, 256, 4, 1240),),
 }  # fmt: skip
-# Of block scales and 16-bit out, beside the same shape for any product (kGemmEarlyStoresK). Its clocks include what is
+# Of block scales and 16-bit out, beside the same shape for any product (kGemmHalvesK). Its clocks include what is
 # saved behind the mainloop. H200, us of both: 4096 x 24576 x 1536 263.2 and 250.6, 8192 x 28672 x 2048 848 and 783,
 # 16384 x 4096 x 1024 139.3 and 133.6. Groups would gain 1.6 % and compile an entry more.
-_EARLY_STORES = _Tile(256, 128, 4, 1190, early_stores=True)
-_SCALES = {"16 bits": "kNone", "rows": "kRows", "blocks": "kBlocks", "column_blocks": "kColumnBlocks"}
-
-
-def shared_bytes(tile: _Tile, kind: str, out_bytes: int) -> int:
-    """Of operands, staged output, scales and barriers, with the alignment of the tiles."""
-    staged = 2 if kind == "rows" and tile.rows == 256 and out_bytes == 2 else 1  # blocks of 64 rows by 128 bytes
-    blocks = 128 * tile.stages * (tile.rows + tile.columns) + 2 * staged * 64 * 128
-    shared_by = {"blocks": 16, "gated blocks": 128, "column_blocks": 1}.get(kind)  # columns with the same scale
-    floats = 8 if shared_by is None else 3 * 4 * (tile.rows + tile.columns // shared_by)
-    of_columns = tile.columns * (1 if tile.rows == 64 else 2) * (4 + out_bytes)
-    size = blocks + 4 * floats + of_columns + (16 + 20) * tile.stages + 160
-    return (size + 1023) // 1024 * 1024 + 1024
+_EARLY_STORES = _Tile(256, 128, 4, 1190, GemmStores.TMA_HALVES)
+_SCALES = {"rows": "kRows", "blocks": "kBlocks", "column_blocks": "kColumnBlocks"}
 
 
 def _unit(axes: Values) -> Unit:
     a, b, out = (DTYPES[axes[name]] for name in ("a", "b", "out"))
-    kind = "16 bits" if a.bytes == 2 else axes["scales"]
-    scales = _SCALES[kind]
+    kind, short = "16 bits" if a.bytes == 2 else axes["scales"], out.bytes == 2
+    n_major = axes["b_major"] == "n"
+    if a.bytes == 2:
+        mainloop = f"fi::Accumulate<{{0}}, {a.device}, {b.device}, {str(n_major).lower()}>"
+    else:
+        mainloop = f"fi::Promote<{{0}}, {a.device}, {b.device}, fi::GemmScales::{_SCALES[kind]}>"
+    scaled = str(kind in ("16 bits", "rows")).lower()
+    epilogues = {
+        GemmStores.ROWS: f"fi::StoreRows<{{0}}, {out.device}, {scaled}>",
+        GemmStores.TMA: f"fi::StoreTma<{{0}}, {out.device}>",
+        GemmStores.TMA_HALVES: f"fi::StoreTmaHalves<{{0}}, {out.device}>",
+    }
     tiles = "BatchedTiles" if axes["tiles"] == "batched" else "GroupTiles"
-    columns = "true" if axes["b_major"] == "n" else "false"
-    entries = []
-    early = kind == "blocks" and out.bytes == 2 and axes["tiles"] == "batched"
-    for tile in (*TILES[kind], _EARLY_STORES) if early else TILES[kind]:
-        if axes["b_major"] == "n" and tile.columns % 64:
-            continue
-        size = shared_bytes(tile, kind, out.bytes)
-        assert size <= _SHARED, tile
-        numbers = f"{tile.rows}, {tile.columns}, {min(2, tile.rows // 64)}, {tile.stages}"
-        types = f"{a.device}, {b.device}, {out.device}"
-        last = f"{size}, true" if tile.early_stores else f"{size}"
-        body = f"gemm_sm90<{types}, {columns}, {numbers}, fi::GemmScales::{scales}, fi::{tiles}, {last}>"
-        late = kind == "rows" and tile.rows == 256 and out.bytes == 2
-        config = GemmConfig(tile.rows, tile.columns, tile.k_block_clocks, tma_stores=2 if tile.early_stores else late)
-        name = f"gemm_{tile.rows}x{tile.columns}{'_early_stores' if tile.early_stores else ''}"
-        entries.append(Entry(name, body, 384, config, size, 1))
+    early = (_EARLY_STORES,) if kind == "blocks" and short and tiles == "BatchedTiles" else ()
+    chosen = [tile if short else tile._replace(stores=GemmStores.ROWS) for tile in (*TILES[kind], *early)]
+    entries = (tile.entry("gemm", mainloop, epilogues[tile.stores], tiles) for tile in chosen
+               if not n_major or tile.columns % 64 == 0)  # fmt: skip
     return Unit("fi/gemm/gemm_sm90.cuh", "GemmSm90Params", tuple(entries), flags=("--split-compile=4",))
 
 
@@ -125,7 +136,7 @@ def _mma_unit(axes: Values) -> Unit:
         numbers = ", ".join(map(str, tile[:5]))
         vectors = str(tile.vectors).lower()
         body = f"gemm_mma<{a.device}, {b.device}, {out.device}, {numbers}, {vectors}, {blocks}, fi::{tiles}, {size}>"
-        config = GemmConfig(tile.rows, tile.columns, 0, 16 if tile.vectors else 1)
+        config = GemmConfig(GemmKind.MMA, tile.rows, tile.columns, load_bytes=16 if tile.vectors else 1)
         name = f"gemm_{tile.rows}x{tile.columns}{'' if tile.vectors else '_elements'}"
         ctas = 2 if tile.rows == 128 and a.bytes == 2 else 0
         entries.append(Entry(name, body, 32 * tile.warps_m * tile.warps_n, config, size, ctas))
@@ -157,7 +168,7 @@ def _small_m_unit(axes: Values) -> Unit:
         types = f"{a.device}, {b.device}, {out.device}"
         numbers = f"{tokens}, {warpgroups}, {blocks}, {stages}, {scale_rows}"
         body = f"gemm_small_m_sm90<{types}, {numbers}, fi::{tiles}, {_SHARED}>"
-        config = GemmConfig(tokens, rows, 0, 0, blocks)
+        config = GemmConfig(GemmKind.SMALL_M, tokens, rows, stage_blocks=blocks)
         entries.append(Entry(f"gemm_small_m_{tokens}x{rows}", body, 128 * warpgroups + 64, config, _SHARED, 1))
     return Unit("fi/gemm/gemm_small_m_sm90.cuh", "GemmSmallMParams", tuple(entries))
 

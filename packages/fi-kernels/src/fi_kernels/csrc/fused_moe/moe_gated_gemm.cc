@@ -146,20 +146,20 @@ void moe_gated_gemm(const Kernel& kernel, const MoeGatedGemmArgs& a) {
   const int64_t expected = a.expected_m >= 0 ? std::max<int64_t>(a.expected_m, 1) : gemm_ceil(rows, experts);
   // A tile stores half as many columns as it has.
   const GemmShape shape{expected, columns, k, experts, bytes, bytes / 2, true};
-  const auto plan = plan_gemm<MoeGatedGemmConfig>(kernel, shape, multiprocessors, a.tactic,
-                                                  [](const MoeGatedGemmConfig&) { return true; });
-  const GemmTiling& t = plan.tiling;
+  const auto [entry, t, splits] = wgmma_tile<MoeGatedGemmConfig>(kernel, shape, multiprocessors, a.tactic,
+                                                                 [](const MoeGatedGemmConfig&) { return true; });
   GemmSm90Params& g = params.gemm;
   describe_operand(kernel, g.a, p.a, bytes, k, rows, 1, p.a_row_stride, 0, t.rows);
   describe_operand(kernel, g.b, p.b, bytes, k, columns, experts, p.b_row_stride, p.b_batch_stride,
                    t.columns / (t.rows == 64 ? 4 : 2));
   g.k_blocks = static_cast<int32_t>(gemm_ceil(k * bytes, 128));
   g.b_once = expected <= t.rows;
-  g.group_m = static_cast<int32_t>(gemm_group_m(t, multiprocessors));
+  g.group_m = static_cast<int32_t>(gemm_group_m({t.rows, t.columns, 0}, multiprocessors));
   g.whole_rows = true;
   Launch launch{std::min((rows / t.rows + experts) * gemm_ceil(columns, t.columns), multiprocessors)};
   launch.pdl = kernel.pdl(a.enable_pdl);
-  kernel.launch(*plan.entry, launch, a.x.device(), params);
+  launch.shared_bytes = kGemmSharedBytes;
+  kernel.launch(*entry, launch, a.x.device(), params);
 #else
   (void)a.expected_m, (void)a.tactic, (void)a.enable_pdl;
   run_cpu(params, a);

@@ -165,20 +165,27 @@ void check_tables(const Kernel& kernel, const GemmArgs& a, const GemmProblem& p)
 }
 
 #if FI_CUDA
+using Tile = GemmChoice<GemmConfig>;
+
 // The number of tiles: all of them, or an upper bound for groups of unknown sizes, each of which may end in a part of a
 // tile.
-int64_t tiles_of(const GemmProblem& p, const GemmTiling& t) {
+int64_t tiles_of(const GemmProblem& p, const GemmConfig& t) {
   const int64_t columns = gemm_ceil(p.n, t.columns);
   if (p.rows == GemmRows::kIndptr) return (p.m / t.rows + p.batch) * columns;
   return (p.rows == GemmRows::kIndices ? 1 : p.batch) * gemm_ceil(p.m, t.rows) * columns;
 }
 
-// By mma.sync: the tile shape whose waves compute the fewest elements, of those that take the alignment.
-void launch_mma(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, int64_t rows) {
-  const int64_t bytes = a.a.dtype().bytes(), multiprocessors = kernel.multiprocessors(a.a.device());
+bool one_a(const GemmProblem& p) { return p.rows == GemmRows::kIndptr || p.rows == GemmRows::kIndices; }
+
+bool stores_vectors(const Tensor& out, const GemmProblem& p, int64_t bytes) {
+  return out.alignment(bytes, {p.out_row_stride, p.out_batch_stride}) == bytes;
+}
+
+// Of mma.sync: the tile shape whose waves compute the fewest elements, of those that take the alignment.
+Tile mma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, int64_t rows, int64_t multiprocessors) {
   const bool vectors = p.b_k_stride == 1 && a.a.alignment(16, {p.a_row_stride, p.a_batch_stride}) == 16 &&
                        a.b.alignment(16, {p.b_row_stride, p.b_batch_stride}) == 16;
-  const Entry* best = nullptr;
+  Tile best;
   int64_t least = 0;
   for (const Entry& entry : kernel.entries) {
     const auto config = GemmConfig::of(entry);
@@ -186,75 +193,111 @@ void launch_mma(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, i
     const int64_t tiles = p.batch * gemm_ceil(rows, config.rows) * gemm_ceil(p.n, config.columns);
     // Small tiles load more for each product: an SM computes 32 rows at about half of the speed of 128.
     const int64_t cost = gemm_ceil(tiles, multiprocessors) * (config.rows + 32) * (config.columns + 32);
-    if (!best || cost < least) best = &entry, least = cost;
+    if (!best.entry || cost < least) best = {&entry, config}, least = cost;
   }
-  const auto config = GemmConfig::of(*best);
-  const GemmTiling tiling{config.rows, config.columns, 0};
-  const GemmMmaParams params{
-      p, static_cast<int32_t>(gemm_ceil(p.k * bytes, 64)), static_cast<int32_t>(gemm_group_m(tiling, multiprocessors)),
-      a.out.alignment(2 * a.out.dtype().bytes(), {p.out_row_stride, p.out_batch_stride}) == 2 * a.out.dtype().bytes()};
-  Launch launch{tiles_of(p, tiling)};
-  launch.pdl = kernel.pdl(a.enable_pdl);
-  kernel.launch(*best, launch, a.a.device(), params);
+  return best;
 }
 
-// Whether an entry computes the problem. whole_rows: of out are aligned to 16 bytes.
-bool takes(const GemmConfig& config, const GemmProblem& p, bool whole_rows, int64_t multiprocessors) {
-  if (p.rows == GemmRows::kIndices && 128 % config.rows != 0) return false;
-  // A CTA with a single tile has nothing to hide stores behind.
-  return config.tma_stores != kGemmEarlyStores ||
-         (p.k % kGemmEarlyStoresStep == 0 && p.k <= kGemmEarlyStoresK && whole_rows &&
-          tiles_of(p, {config.rows, config.columns, 0}) > multiprocessors);
-}
-
-// Launches the kernel for few tokens. `tactic` counts entries and, for each, clusters of 1 to 8 CTAs that split k.
-void launch_small_m(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, int64_t rows) {
-  const int64_t bytes = a.a.dtype().bytes(), multiprocessors = kernel.multiprocessors(a.a.device());
-  const bool one_a = p.rows == GemmRows::kIndptr || p.rows == GemmRows::kIndices;
-  const GemmSmallMShape shape{rows, p.n, gemm_ceil(p.k * bytes, 128), p.batch};
-  const int64_t most = GemmConfig::of(kernel.entries.front()).rows, m_tiles = gemm_ceil(rows, most);
-  const int64_t splits = p.rows == GemmRows::kBatched ? gemm_small_m_splits(shape, m_tiles) : 1;
-  const Entry* best = nullptr;
-  int64_t cluster = splits;
+// Of the kernel for few tokens. `tactic` counts entries and, for each, clusters of 1 to 8 CTAs that split k.
+Tile small_m_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const GemmSmallMShape& shape,
+                  int64_t multiprocessors) {
+  const auto fits = [&](const GemmConfig& config, int64_t splits) {
+    return gemm_small_m_fits(shape, {config.rows, config.columns, config.stage_blocks, splits});
+  };
+  const int64_t tactics = static_cast<int64_t>(kernel.entries.size()) * kGemmSmallMSplits;
+  FI_CHECK(a.tactic < tactics, ValueError, "tactic must be -1, or below %lld; got %lld",
+           static_cast<long long>(tactics), static_cast<long long>(a.tactic));
+  if (a.tactic >= 0) {
+    const Entry& entry = kernel.entries[a.tactic / kGemmSmallMSplits];
+    const auto config = GemmConfig::of(entry);
+    const int64_t splits = a.tactic % kGemmSmallMSplits + 1;
+    return {&entry, config, p.rows == GemmRows::kBatched && fits(config, splits) ? splits : 1};
+  }
+  const int64_t most = GemmConfig::of(kernel.entries.front()).rows;
+  const int64_t splits = p.rows == GemmRows::kBatched ? gemm_small_m_splits(shape, gemm_ceil(shape.rows, most)) : 1;
+  Tile best;
   double least = 0;
   for (const Entry& entry : kernel.entries) {
     const auto config = GemmConfig::of(entry);
-    const GemmSmallMTiling tiling{config.rows, config.columns, config.stage_blocks, splits};
-    if (!gemm_small_m_fits(shape, tiling)) continue;
-    const double cost = gemm_small_m_cost(shape, tiling, multiprocessors);
-    if (!best || cost < least) best = &entry, least = cost;
+    if (!fits(config, splits)) continue;
+    const double cost =
+        gemm_small_m_cost(shape, {config.rows, config.columns, config.stage_blocks, splits}, multiprocessors);
+    if (!best.entry || cost < least) best = {&entry, config, splits}, least = cost;
   }
-  const int64_t tactics = static_cast<int64_t>(kernel.entries.size()) * kGemmSmallMSplits;
-  if (a.tactic >= 0 && a.tactic < tactics) {
-    best = &kernel.entries[a.tactic / kGemmSmallMSplits];
-    cluster = a.tactic % kGemmSmallMSplits + 1;
-    const auto config = GemmConfig::of(*best);
-    if (p.rows != GemmRows::kBatched ||
-        !gemm_small_m_fits(shape, {config.rows, config.columns, config.stage_blocks, cluster}))
-      cluster = 1;
-  }
-  FI_CHECK(a.tactic < tactics, ValueError, "tactic must be -1, or below %lld; got %lld",
-           static_cast<long long>(tactics), static_cast<long long>(a.tactic));
-  const auto config = GemmConfig::of(*best);
+  return best;
+}
 
-  GemmSmallMParams small{};
-  small.b_constant = a.b_constant;
-  GemmSm90Params& params = small.gemm;
+// The entry that computes the problem, and its tile.
+Tile tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const GemmShape& shape) {
+  const int64_t multiprocessors = kernel.multiprocessors(a.a.device());
+  switch (GemmConfig::of(kernel.entries.front()).kind) {
+    case GemmKind::MMA:
+      return mma_tile(kernel, p, a, shape.rows, multiprocessors);
+    case GemmKind::SMALL_M:
+      return small_m_tile(kernel, p, a, {shape.rows, p.n, gemm_ceil(p.k * shape.bytes, 128), p.batch}, multiprocessors);
+    default:
+      return wgmma_tile<GemmConfig>(kernel, shape, multiprocessors, a.tactic, [&](const GemmConfig& config) {
+        if (p.rows == GemmRows::kIndices && 128 % config.rows != 0) return false;
+        // A CTA with a single tile has nothing to hide stores behind.
+        return config.stores != GemmStores::TMA_HALVES ||
+               (p.k % kGemmHalvesStep == 0 && p.k <= kGemmHalvesK && stores_vectors(a.out, p, 16) &&
+                tiles_of(p, config) > multiprocessors);
+      });
+  }
+}
+
+// What both Hopper kernels read.
+GemmSm90Params hopper_params(const Kernel& kernel, const GemmProblem& p, const GemmShape& shape, const GemmConfig& t) {
+  GemmSm90Params params{};
   params.problem = p;
-  params.k_blocks = static_cast<int32_t>(shape.k_blocks);
-  params.group_m = static_cast<int32_t>(gemm_ceil(p.m, config.rows));  // a tile of weights meets all tokens in turn
-  params.b_once = p.batch * p.n * p.k * bytes < kGemmSmallMEvictFirstBytes;
-  params.whole_rows = a.out.alignment(4, {p.out_row_stride, p.out_batch_stride}) == 4;
-  describe_operand(kernel, params.a, p.a, bytes, p.k, p.m, one_a ? 1 : p.batch, p.a_row_stride, p.a_batch_stride,
-                   config.rows);
-  describe_operand(kernel, params.b, p.b, bytes, p.k, p.n, p.matrices, p.b_row_stride, p.b_batch_stride,
-                   config.columns);
+  params.k_blocks = static_cast<int32_t>(gemm_ceil(p.k * shape.bytes, 128));
+  const int64_t bytes = shape.bytes, batch = one_a(p) ? 1 : p.batch;
+  describe_operand(kernel, params.a, p.a, bytes, p.k, p.m, batch, p.a_row_stride, p.a_batch_stride, t.rows);
+  if (p.b_k_stride == 1)
+    describe_operand(kernel, params.b, p.b, bytes, p.k, p.n, p.matrices, p.b_row_stride, p.b_batch_stride, t.columns);
+  else
+    describe_operand(kernel, params.b, p.b, bytes, p.n, p.k, p.matrices, p.b_k_stride, p.b_batch_stride, 128 / bytes);
+  return params;
+}
 
-  const int64_t tiles = tiles_of(p, {config.rows, config.columns, 0});
-  Launch launch{cluster > 1 ? tiles * cluster : std::min(tiles, multiprocessors)};
-  launch.cluster = static_cast<unsigned>(cluster);
+void launch_gemm(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a) {
+  const int64_t multiprocessors = kernel.multiprocessors(a.a.device());
+  GemmShape shape{
+      one_a(p) ? gemm_ceil(p.m, p.batch) : p.m, p.n, p.k, p.batch, a.a.dtype().bytes(), a.out.dtype().bytes()};
+  if (a.expected_m >= 0) {
+    shape.rows = std::max<int64_t>(1, a.expected_m);
+    shape.varied = p.rows == GemmRows::kIndptr;
+  }
+  const auto [entry, t, splits] = tile(kernel, p, a, shape);
+  const int64_t tiles = tiles_of(p, t);
+  const int64_t group_m = gemm_group_m({t.rows, t.columns, 0}, multiprocessors);
+  Launch launch{std::min(tiles, multiprocessors)};
   launch.pdl = kernel.pdl(a.enable_pdl);
-  kernel.launch(*best, launch, a.a.device(), small);
+  if (t.kind == GemmKind::MMA) {
+    const GemmMmaParams params{p, static_cast<int32_t>(gemm_ceil(p.k * shape.bytes, 64)), static_cast<int32_t>(group_m),
+                               stores_vectors(a.out, p, 2 * shape.out_bytes)};
+    launch.grid_x = tiles;
+    return kernel.launch(*entry, launch, a.a.device(), params);
+  }
+  GemmSm90Params params = hopper_params(kernel, p, shape, t);
+  if (t.kind == GemmKind::SMALL_M) {
+    params.group_m = static_cast<int32_t>(gemm_ceil(p.m, t.rows));  // a tile of weights meets all tokens in turn
+    params.b_once = p.batch * p.n * p.k * shape.bytes < kGemmSmallMEvictFirstBytes;
+    params.whole_rows = stores_vectors(a.out, p, 4);
+    if (splits > 1) launch.grid_x = tiles * splits;
+    launch.cluster = static_cast<unsigned>(splits);
+    return kernel.launch(*entry, launch, a.a.device(), GemmSmallMParams{params, a.b_constant});
+  }
+  params.whole_rows = stores_vectors(a.out, p, 16);
+  params.tma_stores = t.stores != GemmStores::ROWS && params.whole_rows && tiles > multiprocessors;
+  if (params.tma_stores)  // else the map costs the host time
+    describe_operand(kernel, params.out, p.out, shape.out_bytes, p.n, p.m, one_a(p) ? 1 : p.batch, p.out_row_stride,
+                     p.out_batch_stride, 64);
+  params.b_once = shape.rows <= t.rows;
+  // H200, us with groups of 8 and 16 tiles: 8192 x 28672 x 2048 799 and 781, 4096 x 24576 x 1536 257.8 and 255.9.
+  params.group_m = static_cast<int32_t>(group_m * (t.stores == GemmStores::TMA_HALVES ? 2 : 1));
+  launch.shared_bytes = kGemmSharedBytes;
+  kernel.launch(*entry, launch, a.a.device(), params);
 }
 #endif
 
@@ -329,45 +372,9 @@ void gemm(const Kernel& kernel, const GemmArgs& given) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return;
   if (kernel.checks_contents(a.a.device())) check_tables(kernel, a, p);
 
-  // 2 shape
+  // 2 shape, 3 launch
 #if FI_CUDA
-  const int64_t bytes = a.a.dtype().bytes(), out_bytes = a.out.dtype().bytes();
-  const int64_t multiprocessors = kernel.multiprocessors(a.a.device());
-  const bool grouped = p.rows == GemmRows::kIndptr || p.rows == GemmRows::kIndices;
-  GemmShape shape{p.m, p.n, p.k, p.batch, bytes, out_bytes};
-  if (grouped) shape.rows = gemm_ceil(p.m, p.batch);
-  if (a.expected_m >= 0) {
-    shape.rows = std::max<int64_t>(1, a.expected_m);
-    shape.varied = p.rows == GemmRows::kIndptr;
-  }
-  if (GemmConfig::of(kernel.entries.front()).load_bytes > 0) return launch_mma(kernel, p, a, shape.rows);
-  if (GemmConfig::of(kernel.entries.front()).stage_blocks > 0) return launch_small_m(kernel, p, a, shape.rows);
-  GemmSm90Params params{};
-  params.whole_rows = a.out.alignment(16, {p.out_row_stride, p.out_batch_stride}) == 16;
-  const auto plan = plan_gemm<GemmConfig>(kernel, shape, multiprocessors, a.tactic, [&](const GemmConfig& config) {
-    return takes(config, p, params.whole_rows, multiprocessors);
-  });
-  const GemmTiling& t = plan.tiling;
-  params.problem = p;
-  const int64_t batch = grouped ? 1 : p.batch;
-  describe_operand(kernel, params.a, p.a, bytes, p.k, p.m, batch, p.a_row_stride, p.a_batch_stride, t.rows);
-  if (p.b_k_stride == 1)
-    describe_operand(kernel, params.b, p.b, bytes, p.k, p.n, p.matrices, p.b_row_stride, p.b_batch_stride, t.columns);
-  else
-    describe_operand(kernel, params.b, p.b, bytes, p.n, p.k, p.matrices, p.b_k_stride, p.b_batch_stride, 128 / bytes);
-  const int64_t tiles = tiles_of(p, t), stores = GemmConfig::of(*plan.entry).tma_stores;
-  params.tma_stores = stores != 0 && params.whole_rows && tiles > multiprocessors;  // else the map costs the host time
-  if (params.tma_stores)
-    describe_operand(kernel, params.out, p.out, out_bytes, p.n, p.m, batch, p.out_row_stride, p.out_batch_stride, 64);
-  params.k_blocks = static_cast<int32_t>(gemm_ceil(p.k * bytes, 128));
-  params.b_once = shape.rows <= t.rows;
-  // H200, us with groups of 8 and 16 tiles: 8192 x 28672 x 2048 799 and 781, 4096 x 24576 x 1536 257.8 and 255.9.
-  params.group_m = static_cast<int32_t>(gemm_group_m(t, multiprocessors) * (stores == kGemmEarlyStores ? 2 : 1));
-
-  // 3 launch
-  Launch launch{std::min(tiles, multiprocessors)};
-  launch.pdl = kernel.pdl(a.enable_pdl);
-  kernel.launch(*plan.entry, launch, a.a.device(), params);
+  launch_gemm(kernel, p, a);
 #else
   (void)kernel, (void)a.expected_m, (void)a.tactic, (void)a.b_constant, (void)a.enable_pdl;
   cpu::gemm(p, a.a.dtype(), a.b.dtype(), a.out.dtype());

@@ -5,36 +5,44 @@
 #include "fi/fused_moe/e4m3_block.cuh"
 #include "fi/fused_moe/moe_gated_gemm.h"
 #include "fi/gemm/gemm_sm90.cuh"
-#include "fi/gemm/work_tiles.cuh"
 
 namespace fi {
 
-// kFeatures: of a warpgroup, which has 64 rows.
-template <class T, ExpertActivation kAct, int kFeatures>
-struct StoreActivated {
-  static constexpr int kSums = kFeatures / 2;  // accumulators of a projection
+FI_DEVICE const GemmSm90Params& gemm_of(const MoeGatedGemmParams& params) { return params.gemm; }
+
+// Of gated tiles: kFeatures features of a warpgroup, which has 64 rows.
+template <class Tile, class T, ExpertActivation kAct>
+struct StoreGated : StoreRows<Tile, T, false> {
+  using Params = MoeGatedGemmParams;
+  using Rows = StoreRows<Tile, T, false>;
+  using Rows::out, Rows::warpgroup;
+  static constexpr int kFeatures = Tile::kHalf, kSums = kFeatures / 2;  // kSums: accumulators of a projection
   static constexpr bool kFp8 = sizeof(T) == 1;
 
   const MoeGatedGemmParams& p;
 
-  // d: u, then g, of 64 rows from `row` on and of features from `feature` on. block: 64 lines of 128 bytes, 16 of each
-  // warp.
+  template <class All>
+  FI_DEVICE StoreGated(const MoeGatedGemmParams& params, All& all, int of_warpgroup)
+      : Rows(params.gemm, all, of_warpgroup), p(params) {}
+
+  // d: u, then g.
   template <int kMBlocks, int kCount>
-  FI_DEVICE void store(float (&d)[kMBlocks][kCount], char* block, const GemmTile& tile, int row, int feature) const {
+  FI_DEVICE void store(float (&d)[kMBlocks][kCount], const typename Rows::Scales&, const GemmTile& tile, int) const {
     static_assert(kMBlocks * kCount == 2 * kSums, "both projections");
+    const int row = Tile::row(warpgroup), feature = tile.column / 2 + Tile::column(warpgroup) / 2;
     float* u = &d[0][0];
     const int left = tile.rows - row, columns = p.gemm.problem.n / 2 - feature;
     const int64_t out_row = tile.row + row, stride = p.gemm.problem.out_row_stride;
-    T* out = static_cast<T*>(p.gemm.problem.out) + out_row * stride + feature;
+    T* to = static_cast<T*>(p.gemm.problem.out) + out_row * stride + feature;
     __syncwarp();
     if constexpr (kFp8) {
       activate<0, kSums>(u, tile.b_batch, feature);
-      stage_e4m3(u, block, out_row, left, feature);
+      stage_e4m3(u, out, out_row, left, feature);
       __syncwarp();
-      store_rows(block, out, stride, left, kFeatures, true);
+      store_rows(out, to, stride, left, kFeatures, true);
     } else {
-      store_block<0>(d[0], block, tile.b_batch, feature, out, left, columns);
-      if constexpr (kFeatures > 64) store_block<64>(d[0], block, tile.b_batch, feature, out, left, columns);
+      store_block<0>(d[0], out, tile.b_batch, feature, to, left, columns);
+      if constexpr (kFeatures > 64) store_block<64>(d[0], out, tile.b_batch, feature, to, left, columns);
     }
   }
 
@@ -108,14 +116,5 @@ struct StoreActivated {
     }
   }
 };
-
-// kColumns: of both projections. kBytes: of shared memory that the launch asks for.
-template <class T, ExpertActivation kAct, int kRows, int kColumns, int kWarpgroupsM, int kStages, int kBytes>
-FI_DEVICE void moe_gated_gemm_sm90(const MoeGatedGemmParams& p) {
-  constexpr GemmScales kScales = sizeof(T) == 1 ? GemmScales::kBlocks : GemmScales::kNone;
-  using Kernel = GemmSm90<T, T, T, false, kRows, kColumns, kWarpgroupsM, kStages, kScales, GroupTiles,
-                          StoreActivated<T, kAct, kColumns * kWarpgroupsM / 4>>;
-  Kernel(p.gemm, dynamic_shared<typename Kernel::Shared, 1024, kBytes>(), {p}).run();
-}
 
 }  // namespace fi

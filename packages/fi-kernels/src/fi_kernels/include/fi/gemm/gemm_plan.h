@@ -1,4 +1,4 @@
-// The choice of a tile shape among the entries of the Hopper GEMM, by launchers.
+// The choice of a tile among the entries of the Hopper GEMM, by launchers.
 #pragma once
 #include "fi/gemm/gemm_cost.h"
 #include "fi/gemm/gemm_operand.h"
@@ -6,25 +6,27 @@
 namespace fi {
 #if FI_CUDA
 
-struct GemmPlan {
+// An entry, its config, and the CTAs of a cluster that split k.
+template <class Config>
+struct GemmChoice {
   const Entry* entry = nullptr;
-  GemmTiling tiling{};
+  Config config{};
+  int64_t splits = 1;
 };
 
 // The cheapest of the entries whose config `takes` the problem, or the one that `tactic` counts.
 template <class Config, class Takes>
-GemmPlan plan_gemm(const Kernel& kernel, const GemmShape& shape, int64_t multiprocessors, int64_t tactic,
-                   const Takes& takes) {
-  GemmPlan best;
+GemmChoice<Config> wgmma_tile(const Kernel& kernel, const GemmShape& shape, int64_t multiprocessors, int64_t tactic,
+                              const Takes& takes) {
+  GemmChoice<Config> best;
   double least = 0;
   int64_t number = 0;
   for (const Entry& entry : kernel.entries) {
     const auto config = Config::of(entry);
-    const GemmTiling tiling{config.rows, config.columns, config.k_block_clocks};
     const bool fits = takes(config);
-    if (fits && tactic == number) return {&entry, tiling};
-    const double cost = gemm_cost(shape, tiling, multiprocessors);
-    if (fits && (!best.entry || cost < least)) best = {&entry, tiling}, least = cost;
+    if (fits && tactic == number) return {&entry, config};
+    const double cost = gemm_cost(shape, {config.rows, config.columns, config.k_block_clocks}, multiprocessors);
+    if (fits && (!best.entry || cost < least)) best = {&entry, config}, least = cost;
     ++number;
   }
   FI_CHECK(best.entry && tactic < 0, ValueError, "tactic must be -1, or one of this problem below %lld; got %lld",

@@ -5,12 +5,13 @@
 
 namespace fi {
 
-// GemmConfig.tma_stores of tiles that are stored by TMA, half of each before its last products.
-constexpr int64_t kGemmEarlyStores = 2;
-// Early stores take whole passes through a ring of 512 k, and pay where a tile has few of them. H200, us without and
-// with them: 8192 x 28672 x 2048 844 and 778, 8192 x 8192 x 2560 272 and 267, 4096 x 7168 x 3072 145 and 143,
-// 4096 x 4096 x 4096 111.0 and 111.1, 8192 x 8192 x 8192 805 and 816.
-constexpr int64_t kGemmEarlyStoresStep = 512, kGemmEarlyStoresK = 3072;
+// StoreTmaHalves takes whole passes through a ring of 512 k, and pays where a tile has few of them. H200, us without
+// and with it: 8192 x 28672 x 2048 844 and 778, 8192 x 8192 x 2560 272 and 267, 4096 x 7168 x 3072 145 and 143, 4096 x
+// 4096 x 4096 111.0 and 111.1, 8192 x 8192 x 8192 805 and 816.
+constexpr int64_t kGemmHalvesStep = 512, kGemmHalvesK = 3072;
+
+// All that a CTA may have: the registers of a tile leave room for no other CTA.
+constexpr int kGemmSharedBytes = 227 * 1024;
 
 // TMA reads a and b as [k or n, row, matrix]. A box is 128 bytes by the rows that one CTA loads of a
 // tile. Tiles of out are stored from boxes of 128 bytes by 64 rows.

@@ -6,9 +6,8 @@
 #include "fi/cuda/ptx/global.cuh"
 #include "fi/cuda/ptx/ldmatrix.cuh"
 #include "fi/cuda/swizzle.cuh"
-#include "fi/cuda/warp_roles_sm90.cuh"
 #include "fi/cuda/wgmma_tile_sm90.cuh"
-#include "fi/gemm/work_tiles.cuh"
+#include "fi/gemm/tile_sm90.cuh"
 
 namespace fi {
 
@@ -130,54 +129,100 @@ FI_DEVICE void store_rows(const char* block, Out* out, int64_t row_stride, int r
   }
 }
 
-// What a warpgroup has of a tile: kMBlocks times 64 rows from `row` on, and columns from `column` on. staging: shared
-// memory for blocks of 64 rows by 128 bytes, 16 rows of each warp. Either each block has memory of its own, from which
-// another warp stores it, or warps stage and store their rows of a block at a time by themselves.
-template <class Out, bool kScaled, int kMBlocks, int kCount, class Scales, class Staging>
-FI_DEVICE void store_tile(const GemmSm90Params& p, const float (&d)[kMBlocks][kCount], const Scales& scales,
-                          const Staging& staging, typename Scales::Shared& shared, const GemmTile& tile, int row,
-                          int column, int barrier) {
-  constexpr int kWidth = kSwizzleLineBytes / sizeof(Out), kBlocks = (2 * kCount + kWidth - 1) / kWidth;
-  const GemmProblem& q = p.problem;
-  if constexpr (kScaled) {
-    warpgroup_sync(barrier);  // all have read those of the tile before
-    scales.share(q, column, shared);
-    warpgroup_sync(barrier);
-  } else if (staging.by_tma()) {
-    warpgroup_sync(barrier);  // all warps have multiplied what blocks overwrite
-  }
-  Out* out =
-      static_cast<Out*>(q.out) + tile.a_batch * q.out_batch_stride + (tile.row + row) * q.out_row_stride + column;
-#pragma unroll
-  for (int i = 0; i < kMBlocks * kBlocks; ++i) {
-    const int at_row = i / kBlocks * 64, at_column = i % kBlocks * kWidth;
-    __syncwarp();
-    char* block = staging.block(i);
-    if constexpr (kScaled) {
-      const auto scaled = [&](float (&x)[4], int at) { scales.apply(x, i / kBlocks, shared, at); };
-      stage_block<Out>(block, d[i / kBlocks], i % kBlocks * (kWidth / 2), scaled);
-    } else {
-      stage_block<Out>(block, d[i / kBlocks], i % kBlocks * (kWidth / 2), NoScales());
-    }
-    if (staging.by_tma()) {
-      if (i % kBlocks == kBlocks - 1) staging.commit(i / kBlocks);
-      continue;
-    }
-    __syncwarp();
-    store_rows(block, out + at_row * q.out_row_stride + at_column, q.out_row_stride, tile.rows - row - at_row,
-               min(min(kWidth, 2 * kCount - at_column), q.n - column - at_column), p.whole_rows);
-  }
-}
+// An epilogue is that of a consumer warpgroup: `begin` comes before the mainloop of a tile and returns what it loads,
+// `store` behind it. It may hold the last kHeldStages stages of a tile that is stored by_tma: a warp of its own stores
+// from them (store_tiles) and releases them. Two are constants of the code: k is whole passes through the ring, and
+// before_last gets the first accumulators while the last products run.
+//
+// StoreRows: each warp stages 16 rows of a block of 64 rows by 128 bytes at a time and stores them. kScaled: there may
+// be scales of rows and columns and a bias. kStaged: blocks in shared memory.
+template <class Tile, class Out, bool kScaled, int kStaged = 1>
+struct StoreRows {
+  using Params = GemmSm90Params;
+  using Scales = OutputScales<Out, kScaled, Tile::kOwnRows / 64, Tile::kOwnColumns>;
+  static constexpr int kHeldStages = 0, kBlockBytes = 64 * kSwizzleLineBytes;
+  struct Staged {
+    alignas(1024) char of[Tile::kConsumers][kStaged * kBlockBytes];
+  };
+  struct Shared {
+    alignas(16) typename Scales::Shared scales[Tile::kConsumers];
+    FI_DEVICE void init() {}
+  };
 
-// The same, with scales and bias only where there are any: without them, the code is short.
-template <class Out, bool kScales, int kMBlocks, int kCount, class Scales, class Staging>
-FI_DEVICE void gemm_epilogue(const GemmSm90Params& p, const float (&d)[kMBlocks][kCount], const Scales& scales,
-                             const Staging& staging, typename Scales::Shared& shared, const GemmTile& tile, int row,
-                             int column, int barrier) {
-  if constexpr (kScales) {
-    if (scales.any) return store_tile<Out, true>(p, d, scales, staging, shared, tile, row, column, barrier);
+  const GemmSm90Params& p;
+  const int warpgroup;
+  char* const out;  // of the warpgroup, in shared memory
+  typename Scales::Shared& of_columns;
+
+  template <class All>
+  FI_DEVICE StoreRows(const GemmSm90Params& params, All& all, int of_warpgroup)
+      : p(params),
+        warpgroup(of_warpgroup),
+        out(all.staged.of[of_warpgroup]),
+        of_columns(all.epilogue.scales[of_warpgroup]) {}
+
+  FI_DEVICE Scales begin(const GemmTile& tile) const {
+    return {p.problem, tile, Tile::row(warpgroup), tile.column + Tile::column(warpgroup)};
   }
-  store_tile<Out, false>(p, d, scales, staging, shared, tile, row, column, barrier);
-}
+  FI_DEVICE bool by_tma() const { return false; }
+  template <int kCount>
+  FI_DEVICE void before_last(const float (&)[kCount]) const {}
+  // last: the last stage of the tile.
+  template <int kMBlocks, int kCount>
+  FI_DEVICE void store(const float (&d)[kMBlocks][kCount], const Scales& scales, const GemmTile& tile, int last) const {
+    store_tile(d, scales, tile, *this);
+  }
+  // Memory for block i of the tile, and what follows 64 rows that are staged for another warp.
+  FI_DEVICE char* block(int i) const { return out; }
+  FI_DEVICE void commit(int m_block) const {}
+
+ protected:
+  // With scales and bias only where there are any: without them, the code is short. staging: has by_tma, block, commit.
+  template <int kMBlocks, int kCount, class Staging>
+  FI_DEVICE void store_tile(const float (&d)[kMBlocks][kCount], const Scales& scales, const GemmTile& tile,
+                            const Staging& staging) const {
+    if constexpr (kScaled) {
+      if (scales.any) return store_blocks<true>(d, scales, tile, staging);
+    }
+    store_blocks<false>(d, scales, tile, staging);
+  }
+
+ private:
+  template <bool kApply, int kMBlocks, int kCount, class Staging>
+  FI_DEVICE void store_blocks(const float (&d)[kMBlocks][kCount], const Scales& scales, const GemmTile& tile,
+                              const Staging& staging) const {
+    constexpr int kWidth = kSwizzleLineBytes / sizeof(Out), kBlocks = (2 * kCount + kWidth - 1) / kWidth;
+    const GemmProblem& q = p.problem;
+    const int row = Tile::row(warpgroup), column = tile.column + Tile::column(warpgroup);
+    if constexpr (kApply) {
+      warpgroup_sync(1 + warpgroup);  // all have read those of the tile before
+      scales.share(q, column, of_columns);
+      warpgroup_sync(1 + warpgroup);
+    } else if (staging.by_tma()) {
+      warpgroup_sync(1 + warpgroup);  // all warps have multiplied what blocks overwrite
+    }
+    Out* to =
+        static_cast<Out*>(q.out) + tile.a_batch * q.out_batch_stride + (tile.row + row) * q.out_row_stride + column;
+#pragma unroll
+    for (int i = 0; i < kMBlocks * kBlocks; ++i) {
+      const int at_row = i / kBlocks * 64, at_column = i % kBlocks * kWidth;
+      __syncwarp();
+      char* block = staging.block(i);
+      if constexpr (kApply) {
+        const auto scaled = [&](float (&x)[4], int at) { scales.apply(x, i / kBlocks, of_columns, at); };
+        stage_block<Out>(block, d[i / kBlocks], i % kBlocks * (kWidth / 2), scaled);
+      } else {
+        stage_block<Out>(block, d[i / kBlocks], i % kBlocks * (kWidth / 2), NoScales());
+      }
+      if (staging.by_tma()) {
+        if (i % kBlocks == kBlocks - 1) staging.commit(i / kBlocks);
+        continue;
+      }
+      __syncwarp();
+      store_rows(block, to + at_row * q.out_row_stride + at_column, q.out_row_stride, tile.rows - row - at_row,
+                 min(min(kWidth, 2 * kCount - at_column), q.n - column - at_column), p.whole_rows);
+    }
+  }
+};
 
 }  // namespace fi

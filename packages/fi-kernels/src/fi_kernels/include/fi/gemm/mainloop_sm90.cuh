@@ -1,0 +1,72 @@
+// The mainloop of the Hopper GEMM for 16-bit operands: wgmma adds over all of k.
+#pragma once
+#include "fi/cuda/ptx/wgmma_sm90.cuh"
+#include "fi/gemm/tile_sm90.cuh"
+
+namespace fi {
+
+// The operands of a consumer warpgroup. kMnMajorB: b is MN-major, and a stage of it [columns / 64][64 k][64 columns].
+template <class Tile, class A, class B, bool kMnMajorB = false>
+struct StageOperands {
+  const uint64_t a, b;  // in stage 0
+
+  FI_DEVICE StageOperands(typename Tile::Operands& operands, int warpgroup)
+      : a(wgmma_uniform(wgmma_operand(operands.a[0] + Tile::row(warpgroup) * kSwizzleLineBytes, kSwizzlePeriod))),
+        b(wgmma_uniform(wgmma_operand(operands.b[0] + Tile::column(warpgroup) * kSwizzleLineBytes, kSwizzlePeriod,
+                                      kMnMajorB ? 64 * kSwizzleLineBytes : 16))) {}
+
+  FI_DEVICE uint64_t a_of(int stage) const { return wgmma_further(a, stage * Tile::kRows * kSwizzleLineBytes); }
+  FI_DEVICE uint64_t b_of(int stage) const { return wgmma_further(b, stage * Tile::kColumns * kSwizzleLineBytes); }
+  // One m64 block times one stage; accumulators are added to, but for the first instruction if `add` is false.
+  template <int kCount>
+  FI_DEVICE static void multiply(float (&d)[kCount], uint64_t a, uint64_t b, bool add) {
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      wgmma<kMnMajorB>(d, wgmma_further(a, step * 32),
+                       wgmma_further(b, step * (kMnMajorB ? 16 * kSwizzleLineBytes : 32)), add || step > 0, A(), B());
+  }
+};
+
+// A mainloop is that of a consumer warpgroup, whose accumulators are float[kMBlocks][kCount]. all: GemmSm90::Shared.
+template <class Tile, class OperandA, class B, bool kMnMajor>
+struct Accumulate {
+  using A = OperandA;
+  static constexpr bool kMnMajorB = kMnMajor, kBlockScales = false, kWholePasses = false;
+  static constexpr int kMBlocks = Tile::kOwnRows / 64, kCount = Tile::kOwnColumns / 2;
+  static_assert(sizeof(A) == 2 && (!kMnMajorB || Tile::kOwnColumns % 64 == 0), "whole blocks of 64 columns");
+  struct Shared {
+    FI_DEVICE void init() {}
+  };
+
+  const GemmSm90Params& p;
+  typename Tile::Ring& ring;
+  const StageOperands<Tile, A, B, kMnMajorB> operands;
+
+  template <class All>
+  FI_DEVICE Accumulate(const GemmSm90Params& params, All& all, int warpgroup)
+      : p(params), ring(all.ring), operands(all.operands, warpgroup) {}
+
+  template <class Epilogue>
+  FI_DEVICE void multiply(float (&d)[kMBlocks][kCount], const Epilogue&, PipelineState& at) {
+    int before = 0;
+    for (int k = 0; k < p.k_blocks; ++k) {
+      const uint64_t a_stage = operands.a_of(at.stage), b_stage = operands.b_of(at.stage);
+      ring.pipeline.wait(at);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kMBlocks; ++i)
+        operands.multiply(d[i], wgmma_further(a_stage, i * 64 * kSwizzleLineBytes), b_stage, k > 0);
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (k > 0) ring.release(before);
+      before = at.stage;
+      at.advance(Tile::kStages);
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kMBlocks; ++i) wgmma_keep(d[i]);
+    ring.release(before);
+  }
+};
+
+}  // namespace fi

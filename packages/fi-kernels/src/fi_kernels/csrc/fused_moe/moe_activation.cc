@@ -40,6 +40,12 @@ void run_cpu(const MoeActivationParams& p, const MoeActivationArgs& a, bool gate
       store(x, a.out.at(row * p.out_row_stride), p.width);
   });
 }
+#else
+const Entry& tile(const Kernel& kernel, const MoeActivationArgs& a, int64_t width) {
+  const bool vectors = !a.columns && width % 16 == 0 && a.x.row_alignment(16) == 16 && a.out.row_alignment(16) == 16 &&
+                       (!a.bias || a.bias.row_alignment(16) == 16);
+  return kernel.first_entry([&](const Entry& e) { return vectors || !MoeActivationConfig::of(e).vectors; });
+}
 #endif
 
 MoeActivationRequest request_of(const MoeActivationArgs& a) {
@@ -108,10 +114,7 @@ void moe_activation(const Kernel& kernel, const MoeActivationArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  const bool vectors = !a.columns && width % 16 == 0 && a.x.row_alignment(16) == 16 && a.out.row_alignment(16) == 16 &&
-                       (!a.bias || a.bias.row_alignment(16) == 16);
-  const Entry& entry =
-      kernel.first_entry([&](const Entry& e) { return vectors || !MoeActivationConfig::of(e).vectors; });
+  const Entry& entry = tile(kernel, a, width);
   const int64_t per_row = (width + 15) / 16;
   FI_CHECK(per_row * rows < int64_t{1} << 31, ValueError, "out is too large: got %s", a.out.shape_str().c_str());
   p.threads_per_row = divisor(static_cast<uint32_t>(per_row));

@@ -76,6 +76,10 @@ ExpertGemm product(const Tensor& out, const Tensor& in, const Tensor& weight, co
 constexpr double kEvictFirstBytes = 200 << 20;
 // NVIDIA H200: up to here tiles of 64 weight rows are as fast as those of 128, or faster (_FEW_SLOTS_TILE).
 constexpr int64_t kFewSlots = 16;
+
+const Entry& tile(const Kernel& kernel, int64_t slots) {
+  return slots <= kFewSlots ? kernel.entries.front() : kernel.entries.back();
+}
 #endif
 
 // A tile holds as many tokens as are expected, in steps; fewer of mxfp4, whose weights take registers too.
@@ -185,8 +189,7 @@ void moe_experts(const Kernel& kernel, const MoeExpertsArgs& a) {
              static_cast<long long>(t.stride(0)), static_cast<long long>(t.stride(1)));
   for (const OptionalTensor& scale : {a.up_scale, a.down_scale})
     FI_CHECK(!scale || scale.alignment(8, {}) == 8, ValueError, "%s must be aligned to 8 bytes", scale.name());
-  // The first entry has tiles of fewer weight rows, for few slots.
-  const Entry& entry = slots <= kFewSlots ? kernel.entries.front() : kernel.entries.back();
+  const Entry& entry = tile(kernel, slots);
   const auto config = MoeExpertsConfig::of(entry);
   for (const OptionalTensor& rows : {a.sum, a.down_bias})
     FI_CHECK(!rows || rows.row_alignment(4) == 4, ValueError,

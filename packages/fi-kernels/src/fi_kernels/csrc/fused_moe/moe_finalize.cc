@@ -42,6 +42,18 @@ void run_cpu(const MoeFinalizeParams& p, const MoeFinalizeArgs& a) {
     store(total, a.out.at(token * p.out_row_stride), width);
   });
 }
+#else
+const Entry& tile(const Kernel& kernel, const MoeFinalizeArgs& a, int64_t width) {
+  return kernel.first_entry([&](const Entry& e) {
+    const int64_t vec = MoeFinalizeConfig::of(e).vec_size;
+    const auto fits = [&](const Tensor& t) {
+      const int64_t bytes = std::min<int64_t>(16, vec * t.dtype().bytes());
+      return t.row_alignment(bytes) == bytes;
+    };
+    return vec == 1 || (!a.columns && width % vec == 0 && fits(a.y) && fits(a.out) && (!a.bias || fits(a.bias)) &&
+                        (!a.added || fits(a.added)));
+  });
+}
 #endif
 
 MoeFinalizeRequest request_of(const MoeFinalizeArgs& a) { return {a.y.dtype(), a.out.dtype()}; }
@@ -100,15 +112,7 @@ void moe_finalize(const Kernel& kernel, const MoeFinalizeArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  const Entry& entry = kernel.first_entry([&](const Entry& e) {
-    const int64_t vec = MoeFinalizeConfig::of(e).vec_size;
-    const auto fits = [&](const Tensor& t) {
-      const int64_t bytes = std::min<int64_t>(16, vec * t.dtype().bytes());
-      return t.row_alignment(bytes) == bytes;
-    };
-    return vec == 1 || (!a.columns && width % vec == 0 && fits(a.y) && fits(a.out) && (!a.bias || fits(a.bias)) &&
-                        (!a.added || fits(a.added)));
-  });
+  const Entry& entry = tile(kernel, a, width);
   const auto config = MoeFinalizeConfig::of(entry);
   const int64_t of_warp = config.vec_size * config.parts * 32, per_row = (width + of_warp - 1) / of_warp;
   const int64_t warps = entry.threads / 32;

@@ -37,6 +37,16 @@ void run_cpu(const MoeGatherParams& p, int64_t tokens, int64_t columns, DType fr
     }
   });
 }
+#else
+const Entry& tile(const Kernel& kernel, const MoeGatherArgs& a, bool quantizes) {
+  const int64_t bytes = a.x.dtype().bytes();
+  return kernel.first_entry([&](const Entry& e) {
+    const auto config = MoeGatherConfig::of(e);
+    if (config.load_bytes < bytes || a.x.size(1) * bytes % (config.load_bytes * config.loads)) return false;
+    return a.x.row_alignment(config.load_bytes) == config.load_bytes &&
+           (quantizes || a.out.row_alignment(config.load_bytes) == config.load_bytes);
+  });
+}
 #endif
 
 MoeGatherRequest request_of(const MoeGatherArgs& a) { return {a.x.dtype(), a.out.dtype() != a.x.dtype()}; }
@@ -82,18 +92,11 @@ void moe_gather(const Kernel& kernel, const MoeGatherArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  const int64_t row_bytes = columns * bytes;
-  const Entry& entry = kernel.first_entry([&](const Entry& e) {
-    const auto config = MoeGatherConfig::of(e);
-    const int64_t width = config.load_bytes / bytes;
-    if (width == 0 || row_bytes % (config.load_bytes * config.loads)) return false;
-    return a.x.row_alignment(config.load_bytes) == config.load_bytes &&
-           (quantizes || a.out.row_alignment(config.load_bytes) == config.load_bytes);
-  });
+  const Entry& entry = tile(kernel, a, quantizes);
   FI_CHECK(!quantizes || a.out.row_alignment(16) == 16, ValueError,
            "out must have rows at multiples of 16 bytes; got stride %lld", static_cast<long long>(a.out.stride(0)));
   const auto config = MoeGatherConfig::of(entry);
-  const int64_t per_row = row_bytes / (config.load_bytes * config.loads);
+  const int64_t per_row = columns * bytes / (config.load_bytes * config.loads);
   FI_CHECK(per_row * tokens < int64_t{1} << 31, ValueError, "x is too large: got %s", a.x.shape_str().c_str());
   p.threads_per_row = divisor(static_cast<uint32_t>(per_row));
   p.threads = static_cast<uint32_t>(per_row * tokens);

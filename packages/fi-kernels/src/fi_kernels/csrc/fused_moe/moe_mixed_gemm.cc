@@ -70,6 +70,13 @@ void run_cpu(const MoeMixedGemmParams& p, MixedFormat format, DType dtype) {
     });
   }
 }
+#else
+// The entry with the smallest tile that holds the expected tokens of an expert, else that with the largest.
+const Entry& tile(const Kernel& kernel, int64_t expected) {
+  for (const Entry& entry : kernel.entries)
+    if (expected <= MoeMixedGemmConfig::of(entry).tokens) return entry;
+  return kernel.entries.back();
+}
 #endif
 
 MoeMixedGemmRequest request_of(const MoeMixedGemmArgs& a) {
@@ -143,10 +150,7 @@ void moe_mixed_gemm(const Kernel& kernel, const MoeMixedGemmArgs& a) {
   // 3 launch
 #if FI_CUDA
   const int64_t expected = a.expected_m >= 0 ? a.expected_m : (m + experts - 1) / experts;
-  const Entry& entry = kernel.first_entry([&](const Entry& e) {
-    const auto config = MoeMixedGemmConfig::of(e);
-    return expected <= config.tokens || e.name == kernel.entries.back().name;
-  });
+  const Entry& entry = tile(kernel, expected);
   const auto config = MoeMixedGemmConfig::of(entry);
   // A tile of weights meets the tokens of its expert one tile after another.
   p.group_m = static_cast<int32_t>((m + config.tokens - 1) / config.tokens);

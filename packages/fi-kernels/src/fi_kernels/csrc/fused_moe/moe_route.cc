@@ -94,6 +94,11 @@ void run_cpu(const MoeRouteParams& p, const MoeRouteArgs& a) {
     for (int32_t j = 0; p.replay && j < p.top_k; ++j) p.replay[token * p.top_k + j] = static_cast<int16_t>(ids[j]);
   });
 }
+#else
+const Entry& tile(const Kernel& kernel, const MoeRouteParams& p) {
+  return kernel.first_entry(
+      [&](const Entry& e) { return MoeRouteConfig::of(e).experts << p.group_bits >= p.group_size; });
+}
 #endif
 
 MoeRouteRequest request_of(const MoeRouteArgs& a) { return {a.logits.dtype(), a.weights.dtype()}; }
@@ -155,8 +160,7 @@ void moe_route(const Kernel& kernel, const MoeRouteArgs& a) {
   const int64_t vector = 4 * a.logits.dtype().bytes();
   p.vectors = p.group_size % 4 == 0 && a.logits.row_alignment(vector) == vector &&
               (!a.bias || a.bias.row_alignment(4 * a.bias.dtype().bytes()) == 4 * a.bias.dtype().bytes());
-  const Entry& entry =
-      kernel.first_entry([&](const Entry& e) { return MoeRouteConfig::of(e).experts << p.group_bits >= p.group_size; });
+  const Entry& entry = tile(kernel, p);
   const int64_t warps = entry.threads / 32;
   Launch launch{(tokens + warps - 1) / warps};
   launch.pdl = kernel.pdl(a.enable_pdl);

@@ -42,6 +42,12 @@ void run_cpu(const MoeSortParams& p) {
     if (e >= 0) p.rows[p.positions[slot]] = static_cast<int32_t>(slot / p.top_k);
   }
 }
+#else
+// A cluster pays for its two barriers where warps of one CTA would have more than a few steps of 32 slots.
+const Entry& tile(const Kernel& kernel, const MoeSortParams& p) {
+  const bool cluster = MoeSortConfig::of(kernel.entries.front()).ctas > 1 && p.slots > 32 * 4 * kMoeSortWarps;
+  return kernel.first_entry([&](const Entry& e) { return (MoeSortConfig::of(e).ctas > 1) == cluster; });
+}
 #endif
 
 MoeSortRequest request_of(const MoeSortArgs& a) { return {a.ids.dtype()}; }
@@ -78,9 +84,7 @@ void moe_sort(const Kernel& kernel, const MoeSortArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  // A cluster pays for its two barriers where warps of one CTA would have more than a few steps of 32 slots.
-  const bool cluster = MoeSortConfig::of(kernel.entries.front()).ctas > 1 && p.slots > 32 * 4 * kMoeSortWarps;
-  const Entry& entry = kernel.first_entry([&](const Entry& e) { return (MoeSortConfig::of(e).ctas > 1) == cluster; });
+  const Entry& entry = tile(kernel, p);
   Launch launch{MoeSortConfig::of(entry).ctas};
   const int64_t steps = (p.slots + 31) / 32, warps = launch.grid_x * kMoeSortWarps;
   p.warp_slots = static_cast<int32_t>(std::max<int64_t>(1, (steps + warps - 1) / warps) * 32);

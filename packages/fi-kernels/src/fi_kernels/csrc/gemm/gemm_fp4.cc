@@ -19,7 +19,7 @@ int64_t ceil_of(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 #if FI_CUDA
 // A tile of weights: blocks of 16 rows, the warps that share them, and the stages of 256 k that fit.
-struct Plan {
+struct Tile {
   int64_t blocks = 0, row_warps = 0, stages = 0, scale_blocks = 0, shared_bytes = 0, ctas = 0;
 };
 
@@ -31,35 +31,34 @@ int64_t scale_blocks_of(int64_t rows) {
 
 // With the fewest warps that share rows such that twice the stages fit that are read at a time. A set of warps always
 // reads the same stages, and a loading warp fills the same ones, so that their waits see every phase of the barriers.
-Plan plan_of_blocks(int64_t blocks, int64_t m, int64_t n, int64_t group, int64_t tokens, int64_t shared) {
+Tile tile_of_blocks(int64_t blocks, int64_t m, int64_t n, int64_t group, int64_t tokens, int64_t shared) {
   constexpr int64_t kStageK = 256, kAlignment = 1024, kStages = 16, kWarps = 16;
   const int64_t rows = 16 * blocks;
-  Plan plan{blocks};
-  plan.ctas = ceil_of(m, tokens) * ceil_of(n, rows);
-  plan.scale_blocks = scale_blocks_of(rows);
-  const int64_t stage = rows * kStageK / 2 + tokens * kStageK * 2 + plan.scale_blocks * kStageK / 4 / group * 512;
+  Tile t{blocks};
+  t.ctas = ceil_of(m, tokens) * ceil_of(n, rows);
+  t.scale_blocks = scale_blocks_of(rows);
+  const int64_t stage = rows * kStageK / 2 + tokens * kStageK * 2 + t.scale_blocks * kStageK / 4 / group * 512;
   const int64_t most = std::min(kStages, (shared - kAlignment) / stage);
-  for (plan.row_warps = 1; plan.row_warps <= 4; plan.row_warps *= 2) {
-    if (blocks > plan.row_warps * kFp4WarpBlocks) continue;
-    const int64_t at_a_time = kWarps / 2 / plan.row_warps, step = std::lcm<int64_t>(at_a_time, kFp4Loaders);
-    plan.stages = most / step * step;
-    plan.shared_bytes =
-        kAlignment + std::max(plan.stages * stage, kWarps / plan.row_warps * tokens * (rows + 4) * int64_t{4});
-    if (plan.stages >= 2 * at_a_time && plan.shared_bytes <= shared) return plan;
+  for (t.row_warps = 1; t.row_warps <= 4; t.row_warps *= 2) {
+    if (blocks > t.row_warps * kFp4WarpBlocks) continue;
+    const int64_t at_a_time = kWarps / 2 / t.row_warps, step = std::lcm<int64_t>(at_a_time, kFp4Loaders);
+    t.stages = most / step * step;
+    t.shared_bytes = kAlignment + std::max(t.stages * stage, kWarps / t.row_warps * tokens * (rows + 4) * int64_t{4});
+    if (t.stages >= 2 * at_a_time && t.shared_bytes <= shared) return t;
   }
-  plan.stages = 0;
-  return plan;
+  t.stages = 0;
+  return t;
 }
 
-// The plan whose busiest SM has the fewest rows. A tile costs as much as half a block more: its tokens and its sums.
-Plan plan_of(int64_t m, int64_t n, int64_t group, int64_t tokens, int64_t multiprocessors, int64_t shared) {
-  Plan best;
+// The tile with which the busiest SM has the fewest rows. It costs as much as half a block more: tokens and sums.
+Tile tile(int64_t m, int64_t n, int64_t group, int64_t tokens, int64_t multiprocessors, int64_t shared) {
+  Tile best;
   int64_t least = 0;
   for (int64_t blocks = 1; blocks <= 16; ++blocks) {
-    const Plan plan = plan_of_blocks(blocks, m, n, group, tokens, shared);
-    if (!plan.stages) continue;
-    const int64_t cost = ceil_of(plan.ctas, multiprocessors) * (2 * blocks + 1);
-    if (!best.stages || cost < least) best = plan, least = cost;
+    const Tile t = tile_of_blocks(blocks, m, n, group, tokens, shared);
+    if (!t.stages) continue;
+    const int64_t cost = ceil_of(t.ctas, multiprocessors) * (2 * blocks + 1);
+    if (!best.stages || cost < least) best = t, least = cost;
   }
   FI_CHECK(best.stages, RuntimeError, "no tile of gemm_fp4 fits %lld bytes of shared memory",
            static_cast<long long>(shared));
@@ -123,20 +122,20 @@ void gemm_fp4(const Kernel& kernel, const GemmFp4Args& a) {
   const Entry& entry = kernel.entries.front();
   const int64_t tokens = GemmFp4Config::of(entry).tokens;
   const int64_t reserved = 2048;  // barriers
-  const Plan plan =
-      plan_of(m, n, group, tokens, kernel.multiprocessors(a.a.device()), kernel.shared_limit(a.a.device()) - reserved);
-  p.blocks = static_cast<int32_t>(plan.blocks);
-  p.row_warps = static_cast<int32_t>(plan.row_warps);
-  p.stages = static_cast<int32_t>(plan.stages);
-  p.scale_blocks = static_cast<int32_t>(plan.scale_blocks);
+  const Tile t =
+      tile(m, n, group, tokens, kernel.multiprocessors(a.a.device()), kernel.shared_limit(a.a.device()) - reserved);
+  p.blocks = static_cast<int32_t>(t.blocks);
+  p.row_warps = static_cast<int32_t>(t.row_warps);
+  p.stages = static_cast<int32_t>(t.stages);
+  p.scale_blocks = static_cast<int32_t>(t.scale_blocks);
   const int64_t pair = 2 * a.out.dtype().bytes();
   p.pairs = a.out.alignment(pair, {p.out_row_stride}) == pair;
   const uint64_t sizes[] = {static_cast<uint64_t>(half), static_cast<uint64_t>(n), 1};
   const uint64_t strides[] = {static_cast<uint64_t>(n > 1 ? p.b_row_stride : 128), 128};
-  const uint32_t box[] = {128, static_cast<uint32_t>(16 * plan.blocks), 1};
+  const uint32_t box[] = {128, static_cast<uint32_t>(16 * t.blocks), 1};
   kernel.describe(p.map, 1, 3, a.b.data(), sizes, strides, box);
-  Launch launch{plan.ctas};
-  launch.shared_bytes = plan.shared_bytes;
+  Launch launch{t.ctas};
+  launch.shared_bytes = t.shared_bytes;
   launch.pdl = kernel.pdl(a.enable_pdl);
   kernel.launch(entry, launch, a.a.device(), p);
 #else

@@ -74,7 +74,7 @@ void layernorm(const Kernel& kernel, const LayernormArgs& a) {
 #if FI_CUDA
   int64_t vec = vec_size(p.d, {a.input, a.out});
   if (a.gemma.alignment(16, {}) < 16 || a.beta.alignment(16, {}) < 16) vec = 1;
-  const Entry& entry = norm_entry<LayernormConfig>(kernel, p.d, vec);
+  const Entry& entry = tile<LayernormConfig>(kernel, p.d, vec);
   kernel.launch(entry, norm_launch<LayernormConfig>(entry, p.rows, p.d, kernel.pdl(-1)), a.input.device(), p);
 #else
   (void)kernel;

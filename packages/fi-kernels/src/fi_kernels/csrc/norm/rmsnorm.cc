@@ -95,7 +95,7 @@ void rmsnorm(const Kernel& kernel, const RmsnormArgs& a) {
   // 3 launch
 #if FI_CUDA
   const int64_t vec = vec_size(p.d, {a.input, a.weight, a.out, a.residual ? Tensor(a.residual) : a.input});
-  const Entry& entry = norm_entry<RmsnormConfig>(kernel, p.d, vec);
+  const Entry& entry = tile<RmsnormConfig>(kernel, p.d, vec);
   kernel.launch(entry, norm_launch<RmsnormConfig>(entry, p.rows, p.d, kernel.pdl(a.enable_pdl)), a.input.device(), p);
 #else
   (void)kernel, (void)a.enable_pdl;

@@ -103,7 +103,7 @@ void rmsnorm_block_quant(const Kernel& kernel, const RmsnormBlockQuantArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  const Entry& entry = norm_entry<RmsnormBlockQuantConfig>(kernel, p.norm.d, 8);
+  const Entry& entry = tile<RmsnormBlockQuantConfig>(kernel, p.norm.d, 8);
   kernel.launch(entry, norm_launch<RmsnormBlockQuantConfig>(entry, p.norm.rows, p.norm.d, kernel.pdl(a.enable_pdl)),
                 a.input.device(), p);
 #else

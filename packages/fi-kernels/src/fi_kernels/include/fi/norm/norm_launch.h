@@ -11,7 +11,7 @@ namespace fi {
 // Config is the op's; its fields are those of NormConfig. The choice depends on d and on alignment only, never on the
 // number of rows, so a row is summed in the same order in every batch.
 template <class Config>
-const Entry& norm_entry(const Kernel& kernel, int64_t d, int64_t vec_size) {
+const Entry& tile(const Kernel& kernel, int64_t d, int64_t vec_size) {
   return kernel.first_entry([&](const Entry& entry) {
     const auto config = Config::of(entry);
     return config.vec_size <= vec_size && d % config.vec_size == 0 && d <= config.max_d;

@@ -389,10 +389,10 @@ def test_split_requests(causal: bool, window_left: int, dims: tuple[int, int], d
             again, again_lse = w.run_return_lse(b.q, b.cache)
             assert torch.equal(again, out) and torch.equal(again_lse, lse), "parts are merged in their order"
         if w.resolved_backend == "fa3":
-            assert int(w._schedule[5]) > 1, "parts"
+            assert int(w._plan.schedule[5]) > 1, "parts"
         with_sinks = w.run(b.q, b.cache, sinks=sinks)
         w.plan(*b.paged_plan(), **options, disable_split_kv=True, **b.types())
-        assert int(w._schedule[5]) == 1
+        assert int(w._plan.schedule[5]) == 1
         assert_close(w.run(b.q, b.cache), out.double())
         assert_close(w.run(b.q, b.cache, sinks=sinks), with_sinks.double())
 

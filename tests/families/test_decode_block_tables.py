@@ -367,7 +367,7 @@ def test_a_small_workspace_does_for_any_length(device: str) -> None:
         ({"workspace_buffer": torch.zeros(100, dtype=torch.uint8)}, ValueError, "workspace_buffer: too small for 2"),
         ({"query": torch.zeros(2, 5, 64).half()}, ValueError, "query: a multiple of the cache's 2 heads"),
         ({"sinks": torch.zeros(2)}, ValueError, "sinks must have shape"),
-        ({"mask": torch.zeros(2, 1, 4, dtype=torch.uint16)}, ValueError, "draft_mask must have shape"),
+        ({"mask": torch.zeros(2, 1, 4, dtype=torch.uint16)}, ValueError, "mask must have shape"),
     ],
 )  # fmt: skip
 def test_refusals(change: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -190,14 +190,14 @@ def run(
     kv_heads, batch = x.k.shape[2], len(x.lengths)
     q_tiles = ops.num_q_tiles(heads, kv_heads, x.q_len)
     k, v = (x.k, x.v) if x.layout == 0 else (x.k.transpose(1, 2), x.v.transpose(1, 2))
-    mode = options.get("pos_encoding_mode", 0)
+    mode = options.get("pos_encoding", 0)
     tokens = x.indices.numel() * x.page_size
     sizes = ops.buffer_sizes(device, batch, q_tiles, split_kv, tokens, choice(x, impl, k, v, mode))
     if num_ctas:
         words = 12 + (3 * num_ctas + 1) * 8 + 4 * batch + 6 * num_ctas
         sizes = ops.Sizes(words, 6 * num_ctas, num_ctas, 3 * num_ctas, split_kv)
     buffers = ops.allocate(device, sizes, x.v.shape[3])
-    buffers.workspace.fill_(math.nan)
+    buffers.partials.fill_(math.nan)
     buffers.schedule.fill_(-7)
     ops.plan(buffers, x.indptr, x.last, None, x.page_size, q_tiles, q_len=x.q_len, window_left=window_left)
     dynamic_ranges = int(buffers.schedule[7])
@@ -208,7 +208,7 @@ def run(
     lse = torch.full((rows, heads), math.nan, dtype=F32, device=device)
     for _ in range(2):  # counters come back to zero
         ran = ops.batch_decode(
-            out, lse, buffers.workspace, buffers.schedule, x.q, k, v, x.indices, x.layout, buffers.num_ctas,
+            out, lse, buffers.partials, buffers.schedule, x.q, k, v, x.indices, x.layout, buffers.num_ctas,
             buffers.num_ranges, buffers.split_kv, q_len=x.q_len, window_left=window_left, backend=impl, **options,
         )  # fmt: skip
         assert ran is not None and ran.implementation == impl
@@ -227,11 +227,10 @@ def check(
 ) -> None:
     sm_scale = sm_scale or x.q.shape[2] ** -0.5
     out, lse = run(x, impl, split_kv, out_dtype=out_dtype, num_ctas=num_ctas, sm_scale=sm_scale, **options)
-    names = {"window_left": "window_left", "logits_soft_cap": "soft_cap"}
-    known = {names.get(n, n): y for n, y in options.items() if n not in ("pos_encoding_mode", "draft_mask")}
-    mode = options.get("pos_encoding_mode", 0)
-    if "draft_mask" in options:
-        packed = options["draft_mask"][: x.q_len].cpu()
+    known = {n: y for n, y in options.items() if n not in ("pos_encoding", "mask")}
+    mode = options.get("pos_encoding", 0)
+    if "mask" in options:
+        packed = options["mask"][: x.q_len].cpu()
         known["draft"] = [[int(row[t // 8]) >> t % 8 & 1 for t in range(x.q_len)] for row in packed]
     expected, expected_lse = reference(x, sm_scale, alibi=mode == 2, rope=mode == 1, **known)
     assert_close(out, expected, tolerance=(2e-2, 1e-2) if x.q.dtype != F32 else None)
@@ -240,7 +239,7 @@ def check(
 
 def each(x: Problem, **options: Any) -> None:
     """Checks every implementation that supports the problem."""
-    mode = options.get("pos_encoding_mode", 0)
+    mode = options.get("pos_encoding", 0)
     tried = 0
     k, v = (x.k, x.v) if x.layout == 0 else (x.k.transpose(1, 2), x.v.transpose(1, 2))
     for impl in impls("batch_decode", x.q.device.type):
@@ -359,7 +358,7 @@ def test_evicted_pages_of_a_window_are_not_read(device: str) -> None:
 @pytest.mark.parametrize("kv", [BF16, E4M3], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{"logits_soft_cap": 3.0}, {"pos_encoding_mode": 2}, {"pos_encoding_mode": 1}, {"sm_scale": 0.3}],
+    [{"soft_cap": 3.0}, {"pos_encoding": 2}, {"pos_encoding": 1}, {"sm_scale": 0.3}],
     ids=str,
 )
 def test_scores(options: dict[str, Any], kv: torch.dtype, device: str) -> None:
@@ -380,7 +379,7 @@ def test_scales_on_the_device(device: str) -> None:
     x = problem([50, 700], device=device)
     one, two = (torch.tensor([value], device=device) for value in (0.25, 3.0))
     for impl in impls("batch_decode", device):
-        out, lse = run(x, impl, sm_scale=0.5, v_scale=0.5, bmm1_scale=one, bmm2_scale=two)
+        out, lse = run(x, impl, sm_scale=0.5, out_scale=0.5, bmm1_scale=one, bmm2_scale=two)
         expected, expected_lse = reference(x, 0.125)
         assert_close(out, expected * 1.5, tolerance=(2e-2, 1e-2))
         assert_close(lse, expected_lse, tolerance=(1e-3, 1e-2))
@@ -392,7 +391,7 @@ def test_draft_mask(device: str) -> None:
     packed = torch.zeros(len(lengths), 5, 4, dtype=torch.uint8)
     for i, row in enumerate(rows):
         packed[:, i, 0] = sum(bit << t for t, bit in enumerate(row))
-    each(problem(lengths, q_len=5, device=device), draft_mask=packed.view(-1, 4).to(device))
+    each(problem(lengths, q_len=5, device=device), mask=packed.view(-1, 4).to(device))
 
 
 @pytest.mark.parametrize("options", [{}, {"window_left": 20}, {"split_kv": 2}], ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from fi_core.attention.ops import decode as ops
 from fi_core.runtime.dispatch import Request, choose
 from fi_core.runtime.errors import UnsupportedError
 from fi_core.runtime.spec.target import Target
-from kernels.mock_driver import Call, Tensor, launches
+from kernels.mock_driver import Call, Tensor, launches, parameters
 from kernels.test_mock_driver import Start, driver, start  # noqa: F401  (fixtures)
 
 BATCH, CTAS, Q_HEADS, KV_HEADS, PAGES, PAGE = 3, 132, 32, 8, 100, 16
@@ -29,11 +28,11 @@ def call(start: Start, implementation: str, dim: int = 128, kv: str = "bf16", **
     arguments: dict[str, Any] = {
         "out": Tensor(0x7F004000000, (BATCH, Q_HEADS, dim), "bf16"),
         "lse": None,
-        "workspace": Tensor(0x7F005000000, (partials, 16, dim + 2), "f32"),
+        "partials": Tensor(0x7F005000000, (partials, 16, dim + 2), "f32"),
         "schedule": Tensor(0x7F006000000, (words,), "i32"),
         "q": Tensor(Q, (BATCH, Q_HEADS, dim), "bf16"),
-        "k_cache": Tensor(K, shape, kv),
-        "v_cache": Tensor(V, shape, kv),
+        "k": Tensor(K, shape, kv),
+        "v": Tensor(V, shape, kv),
         "page_indices": Tensor(0x7F007000000, (PAGES,), "i32"),
         "kv_layout": 0,
         "num_ctas": CTAS,
@@ -49,8 +48,8 @@ def call(start: Start, implementation: str, dim: int = 128, kv: str = "bf16", **
 def test_one_launch_of_a_block_a_range(start: Start, implementation: str) -> None:  # noqa: F811
     (one,) = launches(call(start, implementation, page_indices=MANY))
     assert one["grid"] == [CTAS, 1, 1] and one["pdl"]
-    behind_the_maps = bytes.fromhex(one["parameters"])[2 * 128 :]
-    assert struct.unpack_from("QQQ", behind_the_maps) == (Q, K, V)
+    problem = parameters(one, "BatchDecodeParams")["problem"]
+    assert (problem["q"], problem["k"], problem["v"]) == (Q, K, V)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_one_launch_of_a_block_a_range(start: Start, implementation: str) -> Non
 )
 def test_a_copy_brings_whole_rows_of_one_page(start: Start, page: int, dim: int, kv: str, rows: int) -> None:  # noqa: F811
     shape = (PAGES, page, KV_HEADS, dim)
-    caches = {"k_cache": Tensor(K, shape, kv), "v_cache": Tensor(V, shape, kv)}
+    caches = {"k": Tensor(K, shape, kv), "v": Tensor(V, shape, kv)}
     calls = call(start, "tma_sm90", dim, kv, page_indices=MANY, **caches)
     maps = [c for c in calls if c["call"] == "tensor_map"]
     assert [m["address"] for m in maps] == [K, V]
@@ -83,8 +82,8 @@ def test_little_work_is_that_of_clusters(start: Start, q_heads: int, kv_heads: i
     change = {
         "q": Tensor(Q, (BATCH, q_heads, 128), "bf16"),
         "out": Tensor(0x7F004000000, (BATCH, q_heads, 128), "bf16"),
-        "k_cache": Tensor(K, (PAGES, PAGE, kv_heads, 128), "bf16"),
-        "v_cache": Tensor(V, (PAGES, PAGE, kv_heads, 128), "bf16"),
+        "k": Tensor(K, (PAGES, PAGE, kv_heads, 128), "bf16"),
+        "v": Tensor(V, (PAGES, PAGE, kv_heads, 128), "bf16"),
         "page_indices": Tensor(0x7F007000000, (64,), "i32"),
     }
     q_tiles = kv_heads * -(-q_heads // kv_heads // 16)
@@ -101,11 +100,11 @@ def test_little_work_is_that_of_clusters(start: Start, q_heads: int, kv_heads: i
         {"split_kv": 2},
         {"split_kv": -1},
         {"window_left": 100_000, "page_indices": MANY},
-        {"logits_soft_cap": 30.0},
-        {"pos_encoding_mode": 2},
+        {"soft_cap": 30.0},
+        {"pos_encoding": 2},
         {
-            "k_cache": Tensor(K, (PAGES, 8, KV_HEADS, 128), "bf16"),
-            "v_cache": Tensor(V, (PAGES, 8, KV_HEADS, 128), "bf16"),
+            "k": Tensor(K, (PAGES, 8, KV_HEADS, 128), "bf16"),
+            "v": Tensor(V, (PAGES, 8, KV_HEADS, 128), "bf16"),
         },
     ],
 )
@@ -115,7 +114,7 @@ def test_clusters_take_nothing_that_they_cannot(start: Start, change: dict[str, 
 
 
 def test_clusters_take_rows_where_pages_are_small(start: Start) -> None:  # noqa: F811
-    pages = {name: Tensor(at, (PAGES, 3, KV_HEADS, 128), "bf16") for name, at in (("k_cache", K), ("v_cache", V))}
+    pages = {name: Tensor(at, (PAGES, 3, KV_HEADS, 128), "bf16") for name, at in (("k", K), ("v", V))}
     calls = call(start, "mma_sm80", page_indices=Tensor(0x7F007000000, (64,), "i32"), **pages)
     (one,) = launches(calls)
     assert one["name"] == "batch_decode_cluster" and not any(c["call"] == "tensor_map" for c in calls)
@@ -136,7 +135,7 @@ def test_fewer_ctas_of_an_sm_have_more_registers(start: Start, kv: str, ctas: in
 
 def test_head_major_pages(start: Start) -> None:  # noqa: F811
     shape = (PAGES, KV_HEADS, PAGE, 128)
-    calls = call(start, "tma_sm90", kv_layout=1, k_cache=Tensor(K, shape, "bf16"), v_cache=Tensor(V, shape, "bf16"))
+    calls = call(start, "tma_sm90", kv_layout=1, k=Tensor(K, shape, "bf16"), v=Tensor(V, shape, "bf16"))
     for one in (c for c in calls if c["call"] == "tensor_map"):
         assert [d[1] for d in one["dimensions"]][1:] == [256, 128, PAGE * 256, KV_HEADS * PAGE * 256]
 
@@ -146,8 +145,8 @@ def test_one_copy_brings_nvfp4_keys_and_values(start: Start, k: int, v: int, joi
     shape, scales = (PAGES, PAGE, KV_HEADS, 64), (PAGES, PAGE, KV_HEADS, 8)
     wide = (PAGE * KV_HEADS * 96, KV_HEADS * 96, 96, 1)
     change = {
-        "k_cache": Tensor(k, shape, "u8"),
-        "v_cache": Tensor(v, shape, "u8", None if joined or k == v else wide),
+        "k": Tensor(k, shape, "u8"),
+        "v": Tensor(v, shape, "u8", None if joined or k == v else wide),
         "k_scales": Tensor(0x7F008000000, scales, "u8"),
         "v_scales": Tensor(0x7F009000000, scales, "u8"),
         "page_indices": MANY,
@@ -168,8 +167,8 @@ def test_one_copy_brings_nvfp4_keys_and_values(start: Start, k: int, v: int, joi
 def test_one_copy_brings_several_heads(start: Start, heads: int, page: int, box: int, joined: bool) -> None:  # noqa: F811
     shape, scales = (PAGES, page, KV_HEADS, 64), (PAGES, page, KV_HEADS, 8)
     change = {
-        "k_cache": Tensor(K, shape, "u8"),
-        "v_cache": Tensor(V, shape, "u8", None if joined else (page * KV_HEADS * 96, KV_HEADS * 96, 96, 1)),
+        "k": Tensor(K, shape, "u8"),
+        "v": Tensor(V, shape, "u8", None if joined else (page * KV_HEADS * 96, KV_HEADS * 96, 96, 1)),
         "k_scales": Tensor(0x7F008000000, scales, "u8"),
         "v_scales": Tensor(0x7F009000000, scales, "u8"),
         "page_indices": MANY,
@@ -233,7 +232,7 @@ def test_the_kernel_of_all_gpus_asks_for_no_more_shared_memory_than_the_smallest
 @pytest.mark.parametrize(
     ("implementation", "change"),
     [
-        ("tma_sm90", {"k_cache": Tensor(K + 2, (PAGES, PAGE, KV_HEADS, 128), "bf16")}),
+        ("tma_sm90", {"k": Tensor(K + 2, (PAGES, PAGE, KV_HEADS, 128), "bf16")}),
         ("mma_sm80", {"q": Tensor(Q, (BATCH, Q_HEADS, 128), "bf16", (4100, 129, 1))}),
     ],
 )
@@ -246,11 +245,11 @@ def test_only_cuda_cores_load_misaligned_rows(start: Start, implementation: str,
 @pytest.mark.parametrize(
     ("implementation", "change", "words"),
     [
-        ("tma_sm90", {"pos_encoding_mode": 1}, "backend must be fa2 for ROPE_LLAMA"),
+        ("tma_sm90", {"pos_encoding": 1}, "backend must be fa2 for ROPE_LLAMA"),
         (
             "tma_sm90",
-            {"workspace": Tensor(0x7F005000000, (10, 16, 130), "f32")},
-            "workspace must have 2 partials or more for each of 396 work ranges",
+            {"partials": Tensor(0x7F005000000, (10, 16, 130), "f32")},
+            "partials must have 2 partials or more for each of 396 work ranges",
         ),
         ("tma_sm90", {"schedule": Tensor(0x7F006000000, (100,), "i32")}, "schedule must have 3992 words"),
         ("tma_sm90", {"q_len": 2}, "q must have a multiple of q_len = 2 rows"),

@@ -15,7 +15,7 @@ from kernels.mock_driver import Call, Gpu, Tensor, build_driver, launches, param
 
 OUT, LSE, SCHEDULE, Q, K, V, PAGES, SINKS, MASK, BOUNDS = (0x7F000100000 * (i + 1) for i in range(10))
 BATCH, ROWS, HEADS, KV_HEADS, NUM_PAGES, PAGE = 4, 1000, 32, 8, 300, 16
-TILE = ops.q_tile_tokens(HEADS, KV_HEADS)
+TILE = ops.tile_tokens(HEADS, KV_HEADS)
 Prefill = Callable[..., list[Call]]
 
 
@@ -35,13 +35,13 @@ def prefill(tmp_path_factory: pytest.TempPathFactory) -> Any:
             "k": Tensor(K, (*pool, dims[0]), "bf16"),
             "v": Tensor(V, (*pool, dims[1]), "bf16"),
             "page_indices": Tensor(PAGES, (256,), "i32"),
-            "kv_layout": 0, "batch_size": BATCH, "q_tile_tokens": TILE, "causal": True, "sm_scale": 0.1,
+            "kv_layout": 0, "batch_size": BATCH, "tile_tokens": TILE, "causal": True, "sm_scale": 0.1,
         }  # fmt: skip
         arguments |= change
         hopper = implementation == "wgmma_sm90"
         kind = arguments["q"].dtype
         head_dim = dims[0] if hopper or dims[0] > 128 else 0
-        capped = hopper and arguments.get("logits_soft_cap", 0.0) > 0
+        capped = hopper and arguments.get("soft_cap", 0.0) > 0
         axes = {"q": kind, "kv": kind, "head_dim": head_dim, "soft_cap": capped, "split_tables": False}
         return gpu.call("batch_prefill", axes, arguments, implementation=implementation)
 
@@ -65,11 +65,13 @@ def test_hopper_launch(prefill: Prefill) -> None:
     assert launch["grid"] == [132, 1, 1] and launch["block"] == [512, 1, 1] and launch["pdl"]
     assert launch["shared_bytes"] == ops._wgmma_shared_bytes(128, 128, 128, 3)
     p = parameters(launch, "BatchPrefillParams")
-    assert (p["out"], p["lse"], p["page_indices"], p["sinks"]) == (OUT, LSE, PAGES, None)
-    assert (p["qo_heads"], p["kv_heads"], p["group_size"]["value"], p["tile_tokens"]) == (HEADS, KV_HEADS, 4, TILE)
-    assert (p["box_keys"], p["page_size"]["value"], p["causal"], p["window_left"]) == (16, PAGE, 1, -1)
-    assert p["score_scale"] == pytest.approx(0.1 * 1.4426950408889634) and p["soft_cap"] == 0
-    assert p["l2_kv_heads"] == 8, "256 pages of keys and values of all heads fit into L2"
+    problem, pages, copies = p["problem"], p["pages"], p["copies"]
+    assert (problem["out"], problem["lse"], pages["page_indices"], p["scales"]["sinks"]) == (OUT, LSE, PAGES, None)
+    assert (problem["qo_heads"], problem["kv_heads"], problem["group_size"]["value"]) == (HEADS, KV_HEADS, 4)
+    assert (copies["box_keys"], pages["page_size"]["value"], p["tile_tokens"]) == (16, PAGE, TILE)
+    assert (problem["mask"]["causal"], problem["mask"]["window_left"]) == (1, -1)
+    assert copies["scores"]["scale"] == pytest.approx(0.1 * 1.4426950408889634) and copies["scores"]["cap"] == 0
+    assert p["copies"]["l2_kv_heads"] == 8, "256 pages of keys and values of all heads fit into L2"
     row = HEADS * 128 * 2
     assert maps(calls)[Q] == [[128, 2, 64], [4, 256, 4], [KV_HEADS, 1024, 1], [ROWS, row, TILE]]
     token = KV_HEADS * 256
@@ -77,7 +79,7 @@ def test_hopper_launch(prefill: Prefill) -> None:
     assert launch["name"] == "batch_prefill_wgmma_whole_rows", (
         "a copy brings whole rows: heads count in blocks of 64 columns"
     )
-    assert (p["heads_in_column_blocks"], p["row_groups_per_head"]) == (1, 0)
+    assert (p["copies"]["heads_in_column_blocks"], p["copies"]["row_groups_per_head"]) == (1, 0)
     assert maps(calls)[K] == maps(calls)[V] == [
         [64, 2, 64], [8, token, 8], [2 * KV_HEADS, 128, 2], [PAGE // 8, 8 * token, 2], pages
     ]  # fmt: skip
@@ -87,36 +89,39 @@ def test_small_pages_come_by_columns(prefill: Prefill) -> None:
     """Pages whose size is not a multiple of 8 tokens have no whole rows to copy."""
     pool = (NUM_PAGES, 4, KV_HEADS, 128)
     calls = prefill(k=Tensor(K, pool, "bf16"), v=Tensor(V, pool, "bf16"))
-    assert one(calls)["name"] == "batch_prefill_wgmma" and parameters(one(calls), "BatchPrefillParams")["box_keys"] == 4
+    assert one(calls)["name"] == "batch_prefill_wgmma"
+    assert parameters(one(calls), "BatchPrefillParams")["copies"]["box_keys"] == 4
     token = KV_HEADS * 256
     p = parameters(one(calls), "BatchPrefillParams")
-    assert p["gathered"] == 1 and p["last_page"] == NUM_PAGES - 1, "a page of 4 tokens is copied row by row"
-    assert p["k_rows"] == {"data": K, "page": 4 * token, "token": token, "head": 256}
+    assert p["copies"]["gathered"] == 1, "a page of 4 tokens is copied row by row"
+    assert p["pages"]["last_page"] == NUM_PAGES - 1
+    assert p["copies"]["k_rows"] == {"data": K, "page": 4 * token, "token": token, "head": 256}
     assert maps(calls)[K] == [[128, 2, 64], [4, token, 4], [KV_HEADS, 256, 1], [NUM_PAGES, 4 * token, 1]]
 
 
 def test_sections_follow_the_keys(prefill: Prefill) -> None:
     """Heads are handed out so many at a time that their keys and values stay in L2."""
     for tokens, section in ((16384, 4), (65536, 1), (10_000_000, 1), (100, 8)):
-        assert parameters(one(prefill(kv_tokens=tokens)), "BatchPrefillParams")["l2_kv_heads"] == section
+        assert parameters(one(prefill(kv_tokens=tokens)), "BatchPrefillParams")["copies"]["l2_kv_heads"] == section
     ragged = {"k": Tensor(K, (16384, KV_HEADS, 128), "bf16"), "v": Tensor(V, (16384, KV_HEADS, 128), "bf16")}
     p = parameters(one(prefill(page_indices=None, **ragged)), "BatchPrefillParams")
-    assert p["l2_kv_heads"] == 4, "of ragged keys the tensor says how many there are"
+    assert p["copies"]["l2_kv_heads"] == 4, "of ragged keys the tensor says how many there are"
 
 
 def test_hopper_ragged(prefill: Prefill) -> None:
     keys = {"k": Tensor(K, (5000, KV_HEADS, 192), "bf16"), "v": Tensor(V, (5000, KV_HEADS, 128), "bf16")}
     calls = prefill(dims=(192, 128), page_indices=None, **keys)
     p = parameters(one(calls), "BatchPrefillParams")
-    assert p["page_indices"] is None and p["box_keys"] == 128
+    assert p["pages"]["page_indices"] is None and p["copies"]["box_keys"] == 128
     assert maps(calls)[K] == [[192, 2, 64], [5000, KV_HEADS * 384, 128], [KV_HEADS, 384, 1], [1, 128, 1]]
     assert maps(calls)[V][0] == [128, 2, 64]
 
 
 def test_hopper_soft_cap(prefill: Prefill) -> None:
-    p = parameters(one(prefill(logits_soft_cap=30.0, window_left=7)), "BatchPrefillParams")
-    assert p["score_scale"] == pytest.approx(0.1 / 30) and p["soft_cap"] == pytest.approx(30 * 1.4426950408889634)
-    assert p["window_left"] == 7
+    p = parameters(one(prefill(soft_cap=30.0, window_left=7)), "BatchPrefillParams")
+    scores = p["copies"]["scores"]
+    assert (scores["scale"], scores["cap"]) == pytest.approx((0.1 / 30, 30 * 1.4426950408889634))
+    assert p["problem"]["mask"]["window_left"] == 7
 
 
 def fp8(**change: Any) -> dict[str, Any]:
@@ -136,23 +141,25 @@ def test_fp8_launch(prefill: Prefill) -> None:
     )
     assert launch["shared_bytes"] == ops._fp8_shared_bytes(*ops._FP8_TILES[128])
     p = parameters(launch, "BatchPrefillParams")
-    assert (p["scale_q"], p["scale_k"], p["bmm1_scale"], p["bmm2_scale"], p["out_type"]) == (SINKS, None, None, MASK, 1)
-    assert p["box_keys"] == 16, "rows of 128 bytes come whole"
+    problem, scales = p["problem"], p["scales"]
+    assert (problem["scale_q"], problem["scale_k"], scales["bmm1"], scales["bmm2"]) == (SINKS, None, None, MASK)
+    assert problem["out_type"] == 1
+    assert p["copies"]["box_keys"] == 16, "rows of 128 bytes come whole"
     token = KV_HEADS * 128
     assert maps(calls)[Q] == [[128, 1, 128], [4, 128, 4], [KV_HEADS, 512, 1], [ROWS, HEADS * 128, TILE]]
     assert maps(calls)[K] == [[128, 1, 128], [PAGE, token, PAGE], [KV_HEADS, 128, 1], [NUM_PAGES, PAGE * token, 1]]
     for out_type, dtype in ((0, "f16"), (3, "e4m3"), (4, "e5m2")):
         launch = one(prefill(**fp8(out=Tensor(OUT, (ROWS, HEADS, 128), dtype))))
-        assert parameters(launch, "BatchPrefillParams")["out_type"] == out_type
+        assert parameters(launch, "BatchPrefillParams")["problem"]["out_type"] == out_type
 
 
 def test_head_major_pages(prefill: Prefill) -> None:
     pool = (NUM_PAGES, KV_HEADS, 48, 64)
     calls = prefill(dims=(64, 64), kv_layout=1, k=Tensor(K, pool, "bf16"), v=Tensor(V, pool, "bf16"))
-    assert parameters(one(calls), "BatchPrefillParams")["box_keys"] == 16, "what divides the page and the tile of keys"
-    p = parameters(one(calls), "BatchPrefillParams")
-    assert (p["heads_in_column_blocks"], p["row_groups_per_head"]) == (0, 6), "heads count in groups of 8 tokens"
-    assert p["gathered"] == 0
+    copies = parameters(one(calls), "BatchPrefillParams")["copies"]
+    assert copies["box_keys"] == 16, "what divides the page and the tile of keys"
+    assert (copies["heads_in_column_blocks"], copies["row_groups_per_head"]) == (0, 6), "in groups of 8 tokens"
+    assert copies["gathered"] == 0
     page = [NUM_PAGES, KV_HEADS * 48 * 128, 1]
     assert maps(calls)[K] == [[64, 2, 64], [8, 128, 8], [1, 128, 1], [6 * KV_HEADS, 1024, 2], page]
 
@@ -173,14 +180,14 @@ def test_another_kernel_runs_on_the_other_sms(prefill: Prefill, implementation: 
 
 
 def test_tiles_launch(prefill: Prefill) -> None:
-    launch = one(prefill("mma_sm80", sinks=Tensor(SINKS, (HEADS,), "f32"), logits_soft_cap=5.0))
+    launch = one(prefill("mma_sm80", sinks=Tensor(SINKS, (HEADS,), "f32"), soft_cap=5.0))
     assert launch["grid"] == [132 * 2, 1, 1] and launch["block"] == [128, 1, 1]
-    p = parameters(launch, "PrefillProblem")
-    assert (p["page_indices"], p["sinks"], p["tile_tokens"]) == (PAGES, SINKS, TILE)
-    assert p["k_page"] == PAGE * KV_HEADS * 128 and p["problem"]["aligned"] == 1
+    p = parameters(launch, "BatchPrefillParams")
+    assert (p["pages"]["page_indices"], p["scales"]["sinks"], p["tile_tokens"]) == (PAGES, SINKS, TILE)
+    assert p["pages"]["k_page"] == PAGE * KV_HEADS * 128 and p["problem"]["aligned"] == 1
     assert (p["problem"]["mask"]["causal"], p["problem"]["mask"]["window_left"]) == (1, -1)
     narrow = Tensor(K + 2, (NUM_PAGES, PAGE, KV_HEADS, 128), "bf16")
-    assert parameters(one(prefill("mma_sm80", k=narrow)), "PrefillProblem")["problem"]["aligned"] == 0
+    assert parameters(one(prefill("mma_sm80", k=narrow)), "BatchPrefillParams")["problem"]["aligned"] == 0
 
 
 def test_wide_tiles_launch(prefill: Prefill) -> None:
@@ -211,9 +218,9 @@ def test_two_blocks_of_wide_tiles_fit(head_dim: int, head_dim_vo: int) -> None:
 
 
 def test_a_mask_takes_the_place_of_causal(prefill: Prefill) -> None:
-    masked = {"custom_mask": Tensor(MASK, (999,), "u8"), "mask_indptr": Tensor(BOUNDS, (BATCH + 1,), "i32")}
-    p = parameters(one(prefill("mma_sm80", **masked)), "PrefillProblem")
-    assert (p["custom_mask"], p["mask_indptr"], p["problem"]["mask"]["causal"]) == (MASK, BOUNDS, 0)
+    masked = {"mask": Tensor(MASK, (999,), "u8"), "mask_indptr": Tensor(BOUNDS, (BATCH + 1,), "i32")}
+    p = parameters(one(prefill("mma_sm80", **masked)), "BatchPrefillParams")
+    assert (p["masks"]["mask"], p["masks"]["offsets"], p["problem"]["mask"]["causal"]) == (MASK, BOUNDS, 0)
     with pytest.raises(ValueError, match="backend must be fa2 for masks"):
         prefill(**masked)
 
@@ -224,7 +231,7 @@ def test_a_mask_takes_the_place_of_causal(prefill: Prefill) -> None:
         ({"schedule": Tensor(SCHEDULE, (ops.schedule_words(BATCH, ROWS, TILE) - 1,), "i32")}, "schedule must have"),
         ({"bmm1_scale": Tensor(SINKS, (1,), "f32")}, "scales by head or on the device"),
         ({"v": Tensor(V, (NUM_PAGES, PAGE, 4, 128), "bf16")}, "v must have shape"),
-        ({"custom_mask": Tensor(MASK, (9,), "u8")}, "custom_mask must have shape"),
+        ({"mask": Tensor(MASK, (9,), "u8")}, "mask must have shape"),
         ({"sinks": Tensor(SINKS, (7,), "f32")}, "sinks must have shape"),
     ],
 )

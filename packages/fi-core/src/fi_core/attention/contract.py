@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -67,6 +66,28 @@ def number(value: float, argument: str) -> float:
     if isinstance(value, (float, Real)):  # the class first: an abstract one costs three times as much
         return value
     raise TypeError(f"{argument}: a number is required; got {type(value).__name__}")
+
+
+def encoding(pos_encoding_mode: str) -> int:
+    """The value of an encoding's name. Raises KeyError."""
+    return code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
+
+
+def scores(
+    pos_encoding_mode: str,
+    logits_soft_cap: float | None,
+    sm_scale: float | None,
+    rope_scale: float | None,
+    rope_theta: float | None,
+) -> dict[str, Any]:
+    """The fields of a plan for the options of the scores. Raises KeyError and TypeError."""
+    return {
+        "pos_encoding": encoding(pos_encoding_mode),
+        "soft_cap": 0.0 if logits_soft_cap is None else number(logits_soft_cap, "logits_soft_cap"),
+        "sm_scale": None if sm_scale is None else number(sm_scale, "sm_scale"),
+        "rope_scale": 1.0 if rope_scale is None else number(rope_scale, "rope_scale"),
+        "rope_theta": 1e4 if rope_theta is None else number(rope_theta, "rope_theta"),
+    }
 
 
 def check_workspace(buffer: torch.Tensor, name: str, contiguous: bool = True) -> None:
@@ -136,41 +157,9 @@ def data_types(
     return q, kv, o
 
 
-# K and V of caches in one tensor, by its id: two views take 2.9 of the 13 us of a run, and an engine passes the same
-# cache in each step.
-_views: dict[int, tuple[weakref.ref[torch.Tensor], tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]]] = {}
-_MOST_VIEWS = 1024
-
-
-def _halves(cache: torch.Tensor, shape: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cache.unbind(1)`. The halves of plain tensors are kept as long as the cache lives in the same place."""
-    import torch
-
-    plain = type(cache) is torch.Tensor and not cache.requires_grad and not torch._C._len_torch_dispatch_stack()
-    if not plain or torch.compiler.is_compiling():
-        return cache.unbind(1)  # type: ignore[return-value]
-    try:
-        place, key = (cache.data_ptr(), shape, cache.stride(), cache.dtype), id(cache)
-    except RuntimeError:  # a tensor without storage, as under vmap
-        return cache.unbind(1)  # type: ignore[return-value]
-    found = _views.get(key)
-    if found is not None and found[0]() is cache and found[1] == place:
-        return found[2]
-    if cache.is_neg() or not place[0]:
-        return cache.unbind(1)  # type: ignore[return-value]
-    pages, _, *inner = shape
-    page, half, *steps = place[2]
-    storage, begin = cache.untyped_storage(), cache.storage_offset()
-
-    def member(i: int) -> torch.Tensor:
-        """Not a view in torch's sense, which would keep the cache alive."""
-        return cache.new_empty(0).set_(storage, begin + i * half, (pages, *inner), (page, *steps))
-
-    views = member(0), member(1)
-    if len(_views) >= _MOST_VIEWS:
-        _views.clear()
-    _views[key] = weakref.ref(cache, lambda _: _views.pop(key, None)), place, views
-    return views
+def type_fields(q: Any, kv: Any, o: Any, both: Any = None) -> dict[str, Any]:
+    """`data_types` as fields of a plan."""
+    return dict(zip(("q_dtype", "kv_dtype", "o_dtype"), data_types(q, kv, o, both)))
 
 
 def unpack(
@@ -182,7 +171,7 @@ def unpack(
             return cache
         shape: Any = getattr(cache, "shape", ())
         if len(shape) == 5 and shape[1] == 2:
-            return _halves(cache, shape)  # type: ignore[arg-type]
+            return cache.unbind(1)  # type: ignore[return-value, union-attr]
         return _unpack_paged_kv_cache(cache, kv_layout)
     except (AttributeError, RuntimeError) as error:
         if hasattr(cache, "layout"):
@@ -201,6 +190,8 @@ def cache_pair(
 
 def flag(name: str, value: Any) -> bool:
     """The truth of a flag; raises TypeError if it has none, as a tensor of several elements."""
+    if value is False or value is True:
+        return value
     try:
         return bool(value)
     except (RuntimeError, ValueError):

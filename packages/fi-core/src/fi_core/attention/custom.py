@@ -59,14 +59,14 @@ class CustomAttention:
 
     def launch(
         self,
-        wrapper: Any,
+        plan: Any,
         q: torch.Tensor,
         given: Sequence[Any],
         known: Mapping[str, Any],
         *scales: Any,
         implementation: str = "",
     ) -> VariantCall:
-        """For the run of a planned wrapper: the op with the variant's arguments.
+        """For the run of a plan: the op with the variant's arguments.
 
         given: positional arguments after the cache. known: tensors that are never given, except maybe_alibi_slopes.
         implementation: as in `on`. scales: q_scale, k_scale and sinks of run, which a variant must implement itself
@@ -75,10 +75,9 @@ class CustomAttention:
         for name, scale in zip(("q_scale", "k_scale", "sinks"), scales):
             if scale is not None:
                 raise NotImplementedError(f"{name}: declare it as an argument of the variant, whose logits are its own")
-        scale = wrapper._sm_scale
         derived = derived_scalars(
-            q.shape[2] ** -0.5 if scale is None else scale, wrapper._logits_soft_cap or 0.0,
-            wrapper._rope_scale or 1.0, wrapper._rope_theta or 1e4, getattr(wrapper, "_token_pos_in_items_len", 0),
+            q.shape[2] ** -0.5 if plan.sm_scale is None else plan.sm_scale, plan.soft_cap, plan.rope_scale,
+            plan.rope_theta, getattr(plan, "items_len", 0),
         )  # fmt: skip
         return VariantCall(self.on(q.device, implementation), self.extras(q, given, known, derived))
 
@@ -90,9 +89,9 @@ class CustomAttention:
             known = {**known, "maybe_alibi_slopes": alibi_slopes(q.shape[1], q.device)}
         return self.variant.arguments(given, known, derived, q.device)
 
-    def encoding(self, wrapper: Any) -> int:
-        """The position encoding of a planned wrapper: that of the declaration, else that of the plan."""
-        return ROPE if self.rope else PosEncodingMode[wrapper._pos_encoding_mode].value
+    def encoding(self, plan: Any) -> int:
+        """The position encoding of a run: that of the declaration, else that of the plan."""
+        return ROPE if self.rope else plan.pos_encoding
 
     def attend(
         self,

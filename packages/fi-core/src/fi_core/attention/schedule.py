@@ -1,8 +1,8 @@
-"""The schedule of planned batch decode: its buffers in the two workspaces, and the tables it was computed from."""
+"""The plans of batch decode and prefill, which never change, and the workspaces in which schedules of decode lie."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.attention.contract import pages_of_chunk
 from fi_core.attention.ops import decode as ops
@@ -50,8 +50,8 @@ def carve(
         room, first = _as(float_workspace, torch.float32), 0
     else:
         raise ValueError(f"float_workspace_buffer: {partials} bytes are required; got {float_workspace.nbytes}")
-    workspace = room[first : first + partials // 4].view(sizes.max_partials, ops.Q_TILE, head_dim_vo + 2)
-    return ops.Buffers(words[: sizes.schedule_words], workspace, sizes.num_ctas, sizes.num_ranges, sizes.split_kv)
+    room = room[first : first + partials // 4].view(sizes.max_partials, ops.Q_TILE, head_dim_vo + 2)
+    return ops.Buffers(words[: sizes.schedule_words], room, sizes.num_ctas, sizes.num_ranges, sizes.split_kv)
 
 
 def _as(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -69,7 +69,7 @@ def _bytes(sizes: ops.Sizes, head_dim_vo: int) -> tuple[int, int]:
     return round_up(4 * sizes.schedule_words, 256), 4 * sizes.max_partials * ops.Q_TILE * (head_dim_vo + 2)
 
 
-def _split_kv(fixed_split_size: int | None, page_size: int, disable_split_kv: bool) -> int:
+def split_kv_of(fixed_split_size: int | None, page_size: int, disable_split_kv: bool) -> int:
     """The op's `split_kv` for these two arguments of plan; fixed_split_size is in pages."""
     pages = pages_of_chunk(fixed_split_size)
     if disable_split_kv:
@@ -77,8 +77,69 @@ def _split_kv(fixed_split_size: int | None, page_size: int, disable_split_kv: bo
     return ops.BALANCED if pages is None else ops.kv_chunk_tiles(pages * page_size)
 
 
-class DecodeSchedule:
-    """The schedule of one planned batch after another, in the same workspaces.
+class DecodePlan(NamedTuple):
+    """What a plan fixes for its runs. A plan never changes: a wrapper whose state changes makes another one.
+
+    The first fields are arguments of `batch_decode`, under its names.
+    """
+
+    partials: Any = None
+    schedule: Any = None
+    page_indices: Any = None
+    kv_layout: int = 0
+    num_ctas: int = 0
+    num_ranges: int = 0
+    split_kv: int = 0
+    q_len: int = 1
+    pos_encoding: int = 0
+    window_left: int = -1
+    soft_cap: float = 0.0
+    rope_scale: float = 1.0
+    rope_theta: float = 1e4
+    mask: Any = None  # over the last q_len keys
+    qo_indptr: Any = None  # None: q_len rows each
+    v_table_offset: int = 0
+    heads_per_tile: int = 1
+    rows: int = 0  # of q
+    num_qo_heads: int = 0
+    backend: str = "auto"
+    # Of the scores and the batch
+    sm_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    window_right: int = 0
+    batch_size: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    head_dim_vo: int = 0  # of the partials; head_dim until values of another one come
+    page_size: int = 0
+    q_dtype: Any = None
+    kv_dtype: Any = None
+    o_dtype: Any = None
+    # Tables: those of the wrapper, and those on the device that the schedule is computed from
+    indptr: Any = None
+    last_page_len: Any = None
+    block_tables: Any = None
+    lengths: tuple[Any, Any, Any] = (None, None, None)  # indptr, last_page_len, kv_len
+    # The kernel and the schedule
+    choice: Any = None
+    most_ctas: int = ops.MAX_RANGES  # fewer than fit, where another kernel runs beside this one
+    scheduled: tuple[int, int] | None = None  # (window_left, num_ctas) of the schedule on the device
+    scale: float = 1.0  # sm_scale or its default
+
+    @property
+    def q_shape(self) -> tuple[int, int, int]:
+        return self.rows, self.num_qo_heads, self.head_dim
+
+    @property
+    def page_shape(self) -> tuple[int, int]:
+        return (self.page_size, self.num_kv_heads) if self.kv_layout == 0 else (self.num_kv_heads, self.page_size)
+
+    @property
+    def q_tiles(self) -> int:
+        return ops.num_q_tiles(self.num_qo_heads, self.num_kv_heads, self.q_len, self.heads_per_tile)
+
+
+class DecodeWorkspaces:
+    """The two workspaces of a wrapper, in which the schedules of its plans lie, one after another.
 
     Args:
         int_workspace: private to the owner; holds the schedule and, if they fit, the partials.
@@ -89,110 +150,105 @@ class DecodeSchedule:
 
     def __init__(self, int_workspace: torch.Tensor, float_workspace: torch.Tensor, capacity: int | None) -> None:
         self.int_workspace, self.float_workspace, self.capacity = int_workspace, float_workspace, capacity
-        self.most_ctas = ops.MAX_RANGES  # fewer than fit, where another kernel runs beside this one
-        self.buffers: ops.Buffers | None = None  # None before the first plan
-        self.heads_per_tile = 1  # of the plan
         self._carved: dict[Any, ops.Buffers] = {}
 
-    def _sizes(
-        self,
-        batch_size: int,
-        indices: int,
-        heads: int,
-        kv_heads: int,
-        page_size: int,
-        q_len: int,
-        split_kv: int,
-        choice: Choice | None = None,
-    ) -> ops.Sizes:
-        of_tile = ops.heads_per_tile(choice, batch_size, heads, kv_heads, q_len, split_kv) if choice else 1
-        q_tiles = ops.num_q_tiles(heads, kv_heads, q_len, of_tile)
-        tokens = (self.capacity or indices) * page_size
-        sizes = ops.buffer_sizes(self.int_workspace.device, batch_size, q_tiles, split_kv, tokens, choice)
-        return sizes._replace(num_ctas=min(sizes.num_ctas, self.most_ctas))
+    def sizes(self, plan: DecodePlan, indices: int, choice: Choice | None) -> ops.Sizes:
+        """Sizes of the buffers for a table of this many page indices. choice: None for the fallback."""
+        tokens, heads = (self.capacity or indices) * plan.page_size, plan.heads_per_tile if choice else 1
+        q_tiles = ops.num_q_tiles(plan.num_qo_heads, plan.num_kv_heads, plan.q_len, heads)
+        device = self.int_workspace.device
+        sizes = ops.buffer_sizes(device, plan.batch_size, q_tiles, plan.split_kv, tokens, choice)
+        return sizes._replace(num_ctas=min(sizes.num_ctas, plan.most_ctas))
 
-    def workspace_bytes(
-        self,
-        head_dim: int,
-        batch_size: int,
-        indices: int,
-        heads: int,
-        kv_heads: int,
-        page_size: int,
-        q_len: int,
-        fixed_split_size: int | None,
-    ) -> tuple[int, int]:
-        """(bytes of the float workspace, bytes of the int workspace) that `plan` needs for these arguments."""
-        split_kv = _split_kv(fixed_split_size, page_size, False)
-        sizes = self._sizes(batch_size, indices, heads, kv_heads, page_size, q_len, split_kv)
-        schedule, partials = _bytes(sizes, head_dim)
+    def bytes_for(self, plan: DecodePlan) -> tuple[int, int]:
+        """(bytes of the float workspace, bytes of the int workspace) that a plan needs."""
+        schedule, partials = _bytes(self.sizes(plan, plan.page_indices.numel(), None), plan.head_dim)
         return (0, schedule + partials) if schedule + partials <= self.int_workspace.nbytes else (partials, schedule)
 
-    def plan(
-        self,
-        indptr: torch.Tensor,
-        last_page_len: torch.Tensor | None,
-        kv_len: torch.Tensor | None,
-        indices: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        window_left: int,
-        q_len: int,
-        fixed_split_size: int | None,
-        disable_split_kv: bool,
-        choice: Choice,
-    ) -> list[int]:
-        """Computes the schedule of a batch on the device.
-
-        Args:
-            indptr, last_page_len, kv_len: tables on the device, as in `ops.plan`.
-            indices: number of page indices.
-            heads, kv_heads, head_dim, page_size, window_left, q_len: the shape of the batch.
-            fixed_split_size, disable_split_kv: as in the plan of the wrapper.
-            choice: the kernel that is expected to run.
-
-        Returns:
-            The plan info, a list of integers.
-        """
-        self.batch_size, self.page_size, self.q_len = indptr.numel() - 1, page_size, q_len
-        self.tables = indptr, last_page_len, kv_len
-        split_kv = _split_kv(fixed_split_size, page_size, disable_split_kv)
-        self.heads_per_tile = ops.heads_per_tile(choice, self.batch_size, heads, kv_heads, q_len, split_kv)
-        self._head_dim = head_dim
-        self._q_tiles = ops.num_q_tiles(heads, kv_heads, q_len, self.heads_per_tile)
-        if split_kv <= 0:  # sizes depend on whether there is little work; then one page stands for all
-            indices = int(indices * page_size // ops.KV_TILE * self._q_tiles <= ops.MOST_TILES_OF_TWO_CTAS)
-        self._shape = self.batch_size, indices, heads, kv_heads, page_size, q_len, split_kv, choice
-        self.buffers = self.buffers_for(head_dim)
-        self.replan(window_left)
-        return [self.batch_size, self._q_tiles, self.buffers.num_ctas, split_kv, q_len, window_left]
-
-    def replan(self, window_left: int) -> None:
-        """Computes the schedule of the same batch for another window."""
-        assert self.buffers is not None
-        ops.plan(self.buffers, *self.tables, self.page_size, self._q_tiles, q_len=self.q_len, window_left=window_left)
-        self.window_left = window_left
-
-    def limit_ctas(self, most: int) -> None:
-        """Computes the schedule of the same batch for at most this many CTAs."""
-        if most != self.most_ctas:
-            self.most_ctas = most
-            self.buffers = self.buffers_for(self._head_dim)
-            self.replan(self.window_left)
-
-    def buffers_for(self, head_dim_vo: int) -> ops.Buffers:
-        """The buffers of the planned batch for values of this head dim."""
-        key = self._shape, self.most_ctas, head_dim_vo
-        if key not in self._carved:
+    def buffers(self, plan: DecodePlan) -> ops.Buffers:
+        """The buffers of a plan, at the same addresses for plans of the same shape."""
+        indices = plan.page_indices.numel()
+        if plan.split_kv <= 0:  # sizes depend on whether there is little work; then one page stands for all
+            indices = int(indices * plan.page_size // ops.KV_TILE * plan.q_tiles <= ops.MOST_TILES_OF_TWO_CTAS)
+        key = (
+            plan.batch_size, indices, plan.num_qo_heads, plan.num_kv_heads, plan.page_size, plan.q_len, plan.split_kv,
+            plan.choice, plan.most_ctas, plan.head_dim, plan.head_dim_vo,
+        )  # fmt: skip
+        found = self._carved.get(key)
+        if found is None:
             if len(self._carved) == _MAX_CARVED:
                 self._carved.clear()
-            if head_dim_vo == self._head_dim:
-                sizes, fallback = self._sizes(*self._shape), self._sizes(*self._shape[:-1])
+            if plan.head_dim_vo == plan.head_dim:
+                sizes, fallback = (self.sizes(plan, indices, choice) for choice in (plan.choice, None))
             else:  # the planned schedule has the sizes for which its own head dim left room
-                assert self.buffers is not None
-                schedule, workspace, *numbers = self.buffers
-                sizes = fallback = ops.Sizes(schedule.numel(), workspace.shape[0], *numbers)
-            self._carved[key] = carve(self.int_workspace, self.float_workspace, head_dim_vo, sizes, fallback)
-        return self._carved[key]
+                schedule, partials, *numbers = self.buffers(plan._replace(head_dim_vo=plan.head_dim))
+                sizes = fallback = ops.Sizes(schedule.numel(), partials.shape[0], *numbers)
+            found = carve(self.int_workspace, self.float_workspace, plan.head_dim_vo, sizes, fallback)
+            self._carved[key] = found
+        return found
+
+    def scheduled(self, plan: DecodePlan) -> DecodePlan:
+        """The plan with its buffers, and with its schedule on the device."""
+        buffers = self.buffers(plan)
+        scheduled = plan.window_left, buffers.num_ctas
+        if plan.scheduled != scheduled:
+            ops.plan(
+                buffers, *plan.lengths, plan.page_size, plan.q_tiles, q_len=plan.q_len, window_left=plan.window_left
+            )
+        scale = plan.head_dim**-0.5 if plan.sm_scale is None else plan.sm_scale
+        return plan._replace(**buffers._asdict(), scheduled=scheduled, scale=scale)
+
+
+class PrefillPlan(NamedTuple):
+    """What a plan fixes for its runs, as DecodePlan. The first fields are arguments of `batch_prefill`."""
+
+    schedule: Any = None
+    kv_layout: int = 0
+    batch_size: int = 0
+    tile_tokens: int = 1
+    page_indices: Any = None  # None: ragged keys
+    partials: Any = None
+    causal: bool = False
+    pos_encoding: int = 0
+    window_left: int = -1
+    soft_cap: float = 0.0
+    rope_scale: float = 1.0
+    rope_theta: float = 1e4
+    mask: Any = None
+    mask_indptr: Any = None
+    prefix_len: Any = None
+    items: Any = None
+    kv_tokens: int = 0
+    v_table_offset: int = 0
+    num_ctas: int = 0  # where another kernel runs beside this one; 0: as many as fit
+    num_qo_heads: int = 0
+    backend: str = "auto"
+    # Of the scores and the batch
+    sm_scale: float | None = None  # None: 1 / sqrt(head_dim_qk)
+    num_kv_heads: int = 0
+    head_dim_qk: int = 0
+    head_dim_vo: int = 0
+    page_size: int = 1
+    q_dtype: Any = None
+    kv_dtype: Any = None
+    o_dtype: Any = None
+    rows: int | None = None  # of q; None: only the device knows
+    kv_last: int | None = None  # pages, or ragged keys, likewise
+    # Tables of the wrapper
+    qo_indptr: Any = None
+    indptr: Any = None  # of pages, or of ragged keys
+    last_page_len: Any = None
+    block_tables: Any = None
+    item_positions: Any = None
+    items_len: int = 0
+    longest_item: Any = None
+    # The kernel and the schedule
+    choice: Any = None
+    scheduled: Any = None
+    scale: float = 1.0  # sm_scale or its default
+    out_dtype: Any = None  # of results that run allocates
+
+    @property
+    def kept(self) -> str:
+        """The mask that the kernel applies."""
+        return "items" if self.items is not None else "plain" if self.mask is None else "custom"

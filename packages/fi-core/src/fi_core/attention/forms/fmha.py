@@ -226,8 +226,8 @@ def trtllm_fmha_v2_prefill(
         qo_indptr, tables = pieces.pop("qo_indptr"), tables | pieces
     attend_once(
         result, lse, q, k, v, layout, batch_size, qo_indptr=qo_indptr, causal=_CAUSAL[mask_mode],
-        pos_encoding_mode=encoding, window_left=window_left, logits_soft_cap=logits_soft_cap_scale or 0.0,
-        score_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale), sinks=sinks, **tables,
+        pos_encoding=encoding, window_left=window_left, soft_cap=logits_soft_cap_scale or 0.0,
+        sm_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale), sinks=sinks, **tables,
     )  # fmt: skip
     if lse is None:
         return result

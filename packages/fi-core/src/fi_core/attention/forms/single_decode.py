@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code
 from fi_core.attention.forms.single_trace import single_trace
 from fi_core.attention.ops import decode as ops
-from fi_core.attention.ops.request import LOAD_BYTES
+from fi_core.attention.ops.request import Facts
 from fi_core.attention.ops.single import attend, single_choice
 from fi_core.attention.reference import attend_request
 from fi_core.observe.log import fi_api
@@ -100,9 +100,10 @@ def single_decode_with_kv_cache(
         if choice.implementation == "batch_decode":
             scale = q.shape[1] ** -0.5 if sm_scale is None else sm_scale
             return _as_batch(
-                q, k, v, layout, return_lse, pos_encoding_mode=POS_ENCODINGS[pos_encoding_mode],
-                window_left=window_left, logits_soft_cap=logits_soft_cap or 0.0,
-                sm_scale=scale if qk_factor is None else scale * qk_factor, v_scale=1.0 if v_scale is None else v_scale,
+                q, k, v, layout, return_lse, pos_encoding=POS_ENCODINGS[pos_encoding_mode],
+                window_left=window_left, soft_cap=logits_soft_cap or 0.0,
+                sm_scale=scale if qk_factor is None else scale * qk_factor,
+                out_scale=1.0 if v_scale is None else v_scale,
             )  # fmt: skip
     return attend(
         q, k, v, kv_layout=kv_layout, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
@@ -166,9 +167,8 @@ def _as_batch(
     device, heads, dim = q.device, k.shape[1 - layout], q.shape[1]
     q_tiles = ops.num_q_tiles(q.shape[0], heads)
     choice = planned(
-        ops.BATCH_DECODE, device, "auto", q.dtype, k.dtype, q.dtype, dim, dim, q.shape[0] // heads, ops.KV_TILE, "NONE",
-        "plain", False, False, False, LOAD_BYTES, 1,
-        ahead=False,
+        ops.BATCH_DECODE, device, "auto",
+        *Facts(q.dtype, k.dtype, q.dtype, dim, dim, q.shape[0] // heads, ops.KV_TILE), 1, ahead=False,
     )  # fmt: skip
     buffers = ops.allocate(device, _sizes(device, q_tiles, choice), dim)
     whole, first = constants(0x7FFFFFFF, 1, device), constants(0, 1, device)
@@ -178,7 +178,7 @@ def _as_batch(
     out = q.new_empty((1, *q.shape))
     lse = q.new_empty((1, q.shape[0]), dtype=torch.float32) if return_lse else None
     ops.batch_decode(
-        out, lse, buffers.workspace, buffers.schedule, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), first, layout,
-        buffers.num_ctas, buffers.num_ranges, buffers.split_kv, backend=choice.implementation, **options,
+        out, lse, buffers.partials, buffers.schedule, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), first, layout,
+        buffers.num_ctas, buffers.num_ranges, split_kv=buffers.split_kv, backend=choice.implementation, **options,
     )  # fmt: skip
     return out.squeeze(0) if lse is None else (out.squeeze(0), lse.squeeze(0))

@@ -128,7 +128,8 @@ def single_prefill_with_kv_cache(
         raise ValueError(f"q must have shape [qo_len, num_qo_heads, head_dim_qk]; got {tuple(q.shape)}")
     code(LAYOUTS, kv_layout, "kv_layout")
     code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
-    options: dict[str, Any] = {"causal": causal, "window_left": window_left, "logits_soft_cap": logits_soft_cap or 0.0}
+    options: dict[str, Any] = {"causal": causal, "window_left": window_left}
+    soft_cap = logits_soft_cap or 0.0
     scales: dict[str, Any] = {"scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v}
     plain = custom_mask is packed_custom_mask is None
     if custom_mask is not None and custom_mask.ndim != 2 and k.ndim == 3:
@@ -150,22 +151,22 @@ def single_prefill_with_kv_cache(
                 packed, offsets = pack(custom_mask, bounds, None)
             else:
                 check_packed(packed, offsets)
-            masks = {"custom_mask": packed, "mask_indptr": offsets.to(q.device)}
+            masks = {"mask": packed, "mask_indptr": offsets.to(q.device)}
         out = q.new_empty((*q.shape[:2], row_elements(v)), dtype=o_dtype or q.dtype)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
         scale = (q.shape[2] ** -0.5 if sm_scale is None else sm_scale) * (1.0 if k_scale is None else k_scale)
         attend_once(
-            out, lse, q, k, v, LAYOUTS[kv_layout], 1, pages_per_request=tokens, score_scale=(scale, None),
+            out, lse, q, k, v, LAYOUTS[kv_layout], 1, pages_per_request=tokens, sm_scale=(scale, None),
             out_scale=(1.0 if v_scale is None else v_scale, None), backend=backend, k_scales=k_scales,
-            v_scales=v_scales, pos_encoding_mode=POS_ENCODINGS[pos_encoding_mode], rope_scale=rope_scale or 1.0,
-            rope_theta=rope_theta or 1e4, **masks, **options, **scales,
+            v_scales=v_scales, soft_cap=soft_cap, pos_encoding=POS_ENCODINGS[pos_encoding_mode],
+            rope_scale=rope_scale or 1.0, rope_theta=rope_theta or 1e4, **masks, **options, **scales,
         )  # fmt: skip
         return out if lse is None else (out, lse)
     if _is_regular(q, k, v, kv_layout, causal) and not torch.compiler.is_compiling():
         layout = LAYOUTS[kv_layout]
         choice = single_choice(
             q, k, v, layout, o_dtype or q.dtype, pos_encoding_mode, backend, decode=False,
-            mask="plain" if plain else "custom", soft_cap=options["logits_soft_cap"] > 0.0,
+            mask="plain" if plain else "custom", soft_cap=soft_cap > 0.0,
             scaled=any(scale is not None for scale in scales.values()),
         )  # fmt: skip
         if choice.implementation == "batch_prefill":
@@ -173,15 +174,16 @@ def single_prefill_with_kv_cache(
             lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
             scale = (q.shape[2] ** -0.5 if sm_scale is None else sm_scale) * (1.0 if k_scale is None else k_scale)
             attend_once(
-                out, lse, q, k, v, layout, 1, pages_per_request=k.shape[layout], score_scale=(scale, None),
-                out_scale=(1.0 if v_scale is None else v_scale, None), backend="fa3", num_ctas=num_ctas, **options,
+                out, lse, q, k, v, layout, 1, pages_per_request=k.shape[layout], sm_scale=(scale, None),
+                out_scale=(1.0 if v_scale is None else v_scale, None), backend="fa3", num_ctas=num_ctas,
+                soft_cap=soft_cap, **options,
                 **scales,
             )  # fmt: skip
             return out if lse is None else (out, lse)
     return attend(
         q, k, v, kv_layout=kv_layout, pos_encoding_mode=pos_encoding_mode, sm_scale=sm_scale, qk_factor=k_scale,
         v_scale=v_scale, rope_scale=rope_scale, rope_theta=rope_theta, out_dtype=o_dtype, return_lse=return_lse,
-        custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, **options, **scales,
+        custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, logits_soft_cap=soft_cap, **options, **scales,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from fi_core.attention.contract import (
 from fi_core.attention.forms.decode_masks import mask_of_rank, pages_of_heads
 from fi_core.attention.forms.decode_trace import tables_trace
 from fi_core.attention.ops import decode as ops
-from fi_core.attention.ops.request import LOAD_BYTES
+from fi_core.attention.ops.request import Facts
 from fi_core.attention.schedule import carve
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
@@ -56,7 +56,7 @@ class _Call(NamedTuple):
     workspace: torch.Tensor
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
-    score_scale: tuple[float, Any]
+    sm_scale: tuple[float, Any]
     out_scale: tuple[float, Any]
     window_left: int
     sinks: torch.Tensor | None
@@ -96,9 +96,11 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
         mask = mask.view(torch.uint8)
         mask = mask if mask.ndim == 2 else mask.view(q.shape[0], -1)
     choice = planned(
-        ops.BATCH_DECODE, q.device, "auto", q.dtype, kv_type(k.dtype), c.out.dtype, q.shape[2], row_elements(v),
-        q.shape[1] // kv_heads, page_size, "NONE", "plain", False, False, v_table_offset != 0, LOAD_BYTES, 1,
-        ahead=False,
+        ops.BATCH_DECODE, q.device, "auto",
+        *Facts(
+            q.dtype, kv_type(k.dtype), c.out.dtype, q.shape[2], row_elements(v), q.shape[1] // kv_heads, page_size,
+            split_tables=v_table_offset != 0,
+        ), 1, ahead=False,
     )  # fmt: skip
     split_kv, heads = ops.NO_SPLIT if c.disable_split_kv else ops.BALANCED, (q.shape[1], kv_heads)
     of_tile = 1 if qo_indptr is not None else ops.heads_per_tile(choice, batch_size, *heads, q_len, split_kv)
@@ -109,9 +111,10 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
         window_left=c.window_left,
     )  # fmt: skip
     ops.batch_decode(
-        c.out, c.lse, buffers.workspace, buffers.schedule, q, k, v, pages, layout, buffers.num_ctas,
-        buffers.num_ranges, buffers.split_kv, q_len=q_len, window_left=c.window_left, sm_scale=c.score_scale[0],
-        v_scale=c.out_scale[0], bmm1_scale=c.score_scale[1], bmm2_scale=c.out_scale[1], sinks=c.sinks, draft_mask=mask,
+        c.out, c.lse, buffers.partials, buffers.schedule, q, k, v, pages, layout, buffers.num_ctas,
+        buffers.num_ranges, split_kv=buffers.split_kv, q_len=q_len, window_left=c.window_left,
+        sm_scale=c.sm_scale[0], out_scale=c.out_scale[0], bmm1_scale=c.sm_scale[1],
+        bmm2_scale=c.out_scale[1], sinks=c.sinks, mask=mask,
         qo_indptr=qo_indptr, k_scales=c.scales[0], v_scales=c.scales[1], enable_pdl=c.enable_pdl,
         v_table_offset=v_table_offset, heads_per_tile=of_tile,
     )  # fmt: skip
@@ -149,7 +152,7 @@ def _attend_ragged(c: _Call, qo_indptr: torch.Tensor, most: int | None, name: st
     mask = None if mask is None else mask.view(torch.uint8)
     attend_tables(
         c.out, c.lse, q, c.cache, c.kv_layout, c.block_tables, c.seq_lens, qo_indptr, c.shared_table, causal=True,
-        custom_mask=mask, score_scale=c.score_scale, out_scale=c.out_scale, window_left=c.window_left, sinks=c.sinks,
+        mask=mask, sm_scale=c.sm_scale, out_scale=c.out_scale, window_left=c.window_left, sinks=c.sinks,
         k_scales=c.scales[0], v_scales=c.scales[1], enable_pdl=c.enable_pdl,
     )  # fmt: skip
 
@@ -348,13 +351,14 @@ def trtllm_batch_decode_with_kv_cache(
         check_shape_dtype_device(lse, shape[:2], torch.float32, query.device, "lse")
     elif return_lse:
         lse = query.new_empty(*shape[:2], dtype=torch.float32)
-    score_scale = scale_product(1.0, bmm1_scale) if bmm1_scale_log2 is None else (_LN2, bmm1_scale_log2)
+    sm_scale = scale_product(1.0, bmm1_scale) if bmm1_scale_log2 is None else (_LN2, bmm1_scale_log2)
     if causal_seqlens_kv_global is not None or cp_world != 1:
         mask = mask_of_rank(q_len, seq_lens, causal_seqlens_kv_global, cp_world, cp_rank)
     call = _Call(
-        result, lse, query, (k, v), kv_layout, workspace_buffer, block_tables, seq_lens, score_scale,
-        scale_product(1.0, bmm2_scale), window_left, sinks, mask, enable_pdl, disable_split_kv,
-        scales_of(kv_cache_sf, kv_layout), bool(uses_shared_paged_kv_idx),
+        result, lse, query, (k, v), kv_layout, workspace_buffer, block_tables, seq_lens, sm_scale,
+        scale_product(1.0, bmm2_scale), window_left, sinks=sinks, mask=mask, enable_pdl=enable_pdl,
+        disable_split_kv=disable_split_kv, scales=scales_of(kv_cache_sf, kv_layout),
+        shared_table=bool(uses_shared_paged_kv_idx),
     )  # fmt: skip
     if enable_block_sparse_attention:
         _attend_heads(call, q_len)
@@ -470,15 +474,12 @@ def xqa(
     check_shape_dtype_device(output, (*q.shape[:-1], row_elements(v_cache)), None, q.device, "output")
     out = viewed("output", output, -1, q.shape[-2], row_elements(v_cache))
     query = viewed("q", q, -1, *q.shape[-2:])
-    score_scale, out_scale = (
-        scale_product(q.shape[-1] ** -0.5, q_scale, kv_scale),
-        scale_product(rcp_out_scale, kv_scale),
-    )
     window_left = sliding_win_size - 1 if sliding_win_size > 0 else -1
     call = _Call(
-        out, None, query, (k_cache, v_cache), kv_layout, workspace_buffer, page_table, seq_lens, score_scale, out_scale,
-        window_left, None if sinks is None else sinks.reshape(-1), mask, enable_pdl, disable_split_kv,
-        (k_sf_cache, v_sf_cache),
+        out, None, query, (k_cache, v_cache), kv_layout, workspace_buffer, page_table, seq_lens,
+        scale_product(q.shape[-1] ** -0.5, q_scale, kv_scale), scale_product(rcp_out_scale, kv_scale), window_left,
+        sinks=None if sinks is None else sinks.reshape(-1), mask=mask, enable_pdl=enable_pdl,
+        disable_split_kv=disable_split_kv, scales=(k_sf_cache, v_sf_cache),
     )  # fmt: skip
     if q_cu_seq_lens is None:
         _attend(call, q_seq_len)

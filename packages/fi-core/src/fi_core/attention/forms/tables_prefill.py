@@ -20,7 +20,7 @@ from fi_core.attention.contract import (
 )
 from fi_core.attention.forms.prefill_trace import tables_trace
 from fi_core.attention.ops import prefill as ops
-from fi_core.attention.ops.request import LOAD_BYTES
+from fi_core.attention.ops.request import Facts
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import UnknownWordError
 from fi_core.runtime.launch.operator import planned
@@ -51,18 +51,15 @@ def attend_once(
     pages_per_request: int = 0,
     causal: bool = False,
     window_left: int = -1,
-    pos_encoding_mode: int = 0,
-    logits_soft_cap: float = 0.0,
-    score_scale: tuple[float, Any] = (1.0, None),
+    pos_encoding: int = 0,
+    sm_scale: tuple[float, Any] = (1.0, None),
     out_scale: tuple[float, Any] = (1.0, None),
-    custom_mask: torch.Tensor | None = None,
     backend: str = "auto",
     **options: Any,
 ) -> None:
     """Plans into a new schedule and runs batch prefill; arguments are those of `ops.plan` and `ops.batch_prefill`.
 
-    score_scale, out_scale: a number, and a scale on the device or None. custom_mask: the form without mask_indptr.
-    options: other arguments of batch_prefill.
+    sm_scale, out_scale: a number, and a scale on the device or None. options: other arguments of batch_prefill.
     """
     import torch
 
@@ -77,27 +74,28 @@ def attend_once(
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"query: a multiple of the {kv_heads} heads of the keys is required; got {heads}")
     by_head = (options.get("scale_q"), options.get("scale_k"), options.get("scale_v"))
-    scaled = any(x is not None for x in (score_scale[1], out_scale[1], *by_head))
+    scaled = any(x is not None for x in (sm_scale[1], out_scale[1], *by_head))
     choice = planned(
-        ops.BATCH_PREFILL, q.device, backend, q.dtype, kv_type(k.dtype), out.dtype, dim, row_elements(v),
-        heads // kv_heads, 0 if page_indices is None else page_size, PosEncodingMode(pos_encoding_mode).name,
-        "plain" if custom_mask is None else "custom", logits_soft_cap > 0.0, scaled,
-        options.get("v_table_offset", 0) != 0, LOAD_BYTES,
-        ahead=False,
+        ops.BATCH_PREFILL, q.device, backend,
+        *Facts(
+            q.dtype, kv_type(k.dtype), out.dtype, dim, row_elements(v), heads // kv_heads,
+            0 if page_indices is None else page_size, PosEncodingMode(pos_encoding).name,
+            "plain" if options.get("mask") is None else "custom", options.get("soft_cap", 0.0) > 0.0,
+            scaled=scaled, split_tables=options.get("v_table_offset", 0) != 0,
+        ), ahead=False,
     )  # fmt: skip
-    tile_tokens = ops.q_tile_tokens(heads, kv_heads, ops.q_tile_rows(choice))
+    tile_tokens = ops.tile_tokens(heads, kv_heads, ops.q_tile_rows(choice))
     schedule = q.new_empty(ops.schedule_words(batch_size, rows, tile_tokens), dtype=torch.int32)
     ops.plan(
         schedule, batch_size, tile_tokens, qo_indptr, kv_indptr, None, kv_len, page_size=page_size,
         qo_len=0 if qo_indptr is not None else rows, pages_per_request=pages_per_request, causal=causal,
         window_left=window_left, num_kv_heads=kv_heads,
-        short_tile_tokens=ops.short_tile_tokens(choice, heads, kv_heads, window_left),
+        short_tile_tokens=ops.short_tile_tokens(choice, heads, kv_heads, window_left >= 0),
     )  # fmt: skip
     ops.batch_prefill(
-        out, lse, schedule, q, k, v, layout, batch_size, tile_tokens, page_indices, causal=causal,
-        window_left=window_left, pos_encoding_mode=pos_encoding_mode, logits_soft_cap=logits_soft_cap,
-        sm_scale=score_scale[0], v_scale=out_scale[0], bmm1_scale=score_scale[1], bmm2_scale=out_scale[1],
-        custom_mask=custom_mask, backend=backend, **options,
+        out, lse, schedule, q, k, v, layout, batch_size, tile_tokens, page_indices=page_indices, causal=causal,
+        window_left=window_left, pos_encoding=pos_encoding, sm_scale=sm_scale[0], out_scale=out_scale[0],
+        bmm1_scale=sm_scale[1], bmm2_scale=out_scale[1], backend=backend, **options,
     )  # fmt: skip
 
 
@@ -236,7 +234,7 @@ def trtllm_batch_context_with_kv_cache(
         )
     attend_tables(
         result, lse, query, cache, kv_layout, block_tables, seq_lens, cum_seq_lens_q, uses_shared_paged_kv_idx,
-        causal=causal, window_left=window_left, score_scale=scale_product(1.0, bmm1_scale),
+        causal=causal, window_left=window_left, sm_scale=scale_product(1.0, bmm1_scale),
         out_scale=scale_product(1.0, bmm2_scale), sinks=sinks, k_scales=k_scales, v_scales=v_scales,
         enable_pdl=enable_pdl,
     )  # fmt: skip
@@ -307,7 +305,7 @@ def trtllm_ragged_attention_deepseek(
     attend_once(
         result, lse, query, key, value, 0, batch_size, qo_indptr=int32_index(cum_seq_lens_q),
         kv_indptr=int32_index(cum_seq_lens_kv), causal=is_causal, window_left=window_left,
-        score_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale), sinks=attention_sinks,
+        sm_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale), sinks=attention_sinks,
         enable_pdl=enable_pdl,
     )  # fmt: skip
     return (result, lse) if return_lse and lse is not None else result

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, KV_TYPES, TYPES, with_tables
 from fi_core.runtime.dispatch import Choice
-from fi_core.runtime.launch.operator import multiprocessors_of, operator, target_of
+from fi_core.runtime.launch.operator import multiprocessors_of, operator, operators, target_of
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES, E2M1
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
@@ -37,8 +37,8 @@ def _plan_unit(axes: Values) -> Unit:
 DECODE_PLAN = Op(
     name="decode_plan",
     family="attention",
-    arguments="Tensor(a!) schedule, Tensor? indptr, Tensor? last_page_len, Tensor? kv_len, int page_size, "
-    "int pages_per_request, int q_tiles, int q_len, int window_left, int num_ctas, int num_ranges, int split_kv",
+    arguments="Tensor(a!) schedule, Tensor? indptr, Tensor? last_page_len, Tensor? kv_len, int page_size, int q_tiles, "
+    "int num_ctas, int num_ranges, int split_kv, int pages_per_request=0, int q_len=1, int window_left=-1",
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _plan_unit)),
 )
 decode_plan = operator(DECODE_PLAN)
@@ -247,35 +247,60 @@ def _general(values: Values) -> Values:
 
 
 # out: `[tokens, num_qo_heads, head_dim_vo]`, fp16, bf16, fp32, e4m3 or e5m2. lse: fp32 `[tokens, num_qo_heads]`
-# contiguous, base 2, or None. q: `[tokens, num_qo_heads, head_dim_qk]`. k_cache, v_cache: `[num_pages, page_size,
+# contiguous, base 2, or None. q: `[tokens, num_qo_heads, head_dim_qk]`. k, v: `[num_pages, page_size,
 # num_kv_heads, dim]` (kv_layout 0, NHD) or `[num_pages, num_kv_heads, page_size, dim]` (1, HND), of q's dtype, or with
 # a 16-bit q of the other one, of e4m3 or e5m2, or uint8: NVFP4, with dim / 2 bytes, and in k_scales and v_scales
 # dim / 16 e4m3 scales (or their bytes). Any strides with a contiguous last dimension; head dims are multiples of 8 up
 # to 512, of 16 for NVFP4.
 #
-# workspace, schedule, num_ctas, num_ranges, split_kv: the `Buffers` that the last `plan` filled. page_indices: int32,
+# partials, schedule, num_ctas, num_ranges, split_kv: the `Buffers` that the last `plan` filled. page_indices: int32,
 # contiguous.
 #
-# pos_encoding_mode: value of `PosEncodingMode`. sm_scale, bmm1_scale (fp32, one element on the device), scale_q (fp32
-# `[num_qo_heads]`) and scale_k (fp32 `[num_kv_heads]`) multiply the scores; v_scale, bmm2_scale and scale_v
+# pos_encoding: value of `PosEncodingMode`. sm_scale, bmm1_scale (fp32, one element on the device), scale_q (fp32
+# `[num_qo_heads]`) and scale_k (fp32 `[num_kv_heads]`) multiply the scores; out_scale, bmm2_scale and scale_v
 # (`[num_kv_heads]`) multiply the output but not lse. sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to row_sum,
 # so lse includes it. A row without keys has out = 0 and lse = sinks[h] * log2(e), or -inf without sinks.
 #
-# q_len > 1: row i is at position kv_len - q_len + i and attends to keys up to that position. With draft_mask (uint8
+# q_len > 1: row i is at position kv_len - q_len + i and attends to keys up to that position. With mask (uint8
 # `[tokens, ceil(q_len / 32) * 4]`) it attends to all keys before kv_len - q_len, and to key kv_len - q_len + t if bit
 # t % 8 of byte t / 8 is set. qo_indptr (int32 `[batch_size + 1]`): request b has rows `qo_indptr[b] : qo_indptr[b + 1]`
-# of q, out, lse and draft_mask, at most q_len; its number of rows replaces q_len above. Rows outside all requests are
-# not written. v_table_offset: as in batch_prefill. heads_per_tile: of the function of this name, as planned.
+# of q, out, lse and mask, at most q_len; its number of rows replaces q_len above. Rows outside all requests are
+# not written. v_table_offset: as in batch_prefill. heads_per_tile: of the function of this name, as planned. rows,
+# num_qo_heads: those that q must have, if a plan fixes them; rows 0: any. v None: k has keys and values in an axis of 2
+# behind the pages.
 BATCH_DECODE = Op(
     name="batch_decode",
     family="attention",
-    arguments="Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) workspace, Tensor(d!) schedule, Tensor q, Tensor k_cache, "
-    "Tensor v_cache, Tensor page_indices, int kv_layout, int num_ctas, int num_ranges, int split_kv, int q_len=1, "
-    "int pos_encoding_mode=0, int window_left=-1, float logits_soft_cap=0.0, float sm_scale=1.0, float v_scale=1.0, "
-    "float rope_scale=1.0, float rope_theta=10000.0, Tensor? sinks=None, Tensor? scale_q=None, Tensor? scale_k=None, "
-    "Tensor? scale_v=None, Tensor? bmm1_scale=None, Tensor? bmm2_scale=None, Tensor? draft_mask=None, "
-    "Tensor? k_scales=None, Tensor? v_scales=None, Tensor? qo_indptr=None, bool? enable_pdl=None, "
-    'int v_table_offset=0, int heads_per_tile=1, str backend="auto"',
+    arguments="Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) partials, Tensor(d!) schedule, Tensor q, Tensor k, "
+    "Tensor? v, "
+    "Tensor page_indices, int kv_layout, int num_ctas, int num_ranges, int split_kv, float sm_scale=1.0, "
+    "float out_scale=1.0, Tensor? sinks=None, bool? enable_pdl=None, Tensor? scale_q=None, Tensor? scale_k=None, "
+    "Tensor? scale_v=None, Tensor? bmm1_scale=None, Tensor? bmm2_scale=None, Tensor? k_scales=None, "
+    "Tensor? v_scales=None, int q_len=1, int pos_encoding=0, int window_left=-1, float soft_cap=0.0, "
+    "float rope_scale=1.0, float rope_theta=10000.0, Tensor? mask=None, Tensor? qo_indptr=None, int v_table_offset=0, "
+    'int heads_per_tile=1, int rows=0, int num_qo_heads=0, str backend="auto"',
+    planned=(
+        "partials",
+        "schedule",
+        "page_indices",
+        "kv_layout",
+        "num_ctas",
+        "num_ranges",
+        "split_kv",
+        "q_len",
+        "pos_encoding",
+        "window_left",
+        "soft_cap",
+        "rope_scale",
+        "rope_theta",
+        "mask",
+        "qo_indptr",
+        "v_table_offset",
+        "heads_per_tile",
+        "rows",
+        "num_qo_heads",
+        "backend",
+    ),
     fields={**FIELDS, "heads_per_tile": Field(None, 1)},
     axes={"q": TYPES, "kv": KV_TYPES, "head_dim": (*HEAD_DIMS, 0), "split_tables": (False, True)},
     config=DecodeConfig,
@@ -311,6 +336,7 @@ BATCH_DECODE = Op(
     ),
 )
 batch_decode = operator(BATCH_DECODE)
+plan_run, run_planned = (made := operators()["batch_decode"]).plan, made.planned_function
 
 
 class Buffers(NamedTuple):
@@ -318,7 +344,7 @@ class Buffers(NamedTuple):
 
     Args:
         schedule: int32 `[schedule_words]`; `plan` fills it, `batch_decode` reads it and counts arrivals in it.
-        workspace: fp32 `[max_partials, 16, head_dim_vo + 2]`, partials of `batch_decode`.
+        partials: fp32 `[max_partials, 16, head_dim_vo + 2]`, of splits of `batch_decode`.
         num_ctas: CTAs of the persistent kernel.
         num_ranges: most work ranges of the schedule. A work range is a run of consecutive work tiles for one CTA.
         split_kv: how the keys of a request are split. BALANCED: over CTAs of equal work. NO_SPLIT: not at all. A
@@ -327,14 +353,14 @@ class Buffers(NamedTuple):
     """
 
     schedule: torch.Tensor
-    workspace: torch.Tensor
+    partials: torch.Tensor
     num_ctas: int
     num_ranges: int
     split_kv: int
 
 
 class Sizes(NamedTuple):
-    """Sizes of `Buffers`: words of the schedule and partials of the workspace, and the numbers of `Buffers`."""
+    """Sizes of `Buffers`: words of the schedule, number of partials, and the numbers of `Buffers`."""
 
     schedule_words: int
     max_partials: int
@@ -443,10 +469,7 @@ def plan(
     kv_len: torch.Tensor | None,
     page_size: int,
     q_tiles: int,
-    *,
-    pages_per_request: int = 0,
-    q_len: int = 1,
-    window_left: int = -1,
+    **options: int,
 ) -> None:
     """Writes the schedule of a batch on the device, by one kernel of one CTA. It does not synchronise.
 
@@ -461,16 +484,15 @@ def plan(
             limited to the tokens of the request's pages; a request without pages has length 0.
         page_size: tokens of a page.
         q_tiles: `num_q_tiles(...)`.
-        pages_per_request: width of the block table, without indptr.
-        q_len: query tokens of each request.
-        window_left: number of keys before the last that are attended to; negative: all. `batch_decode` must be given
-            the same value.
+        options: `pages_per_request`, the width of the block table without indptr; `q_len`, query tokens of each request
+            (1); `window_left`, the number of keys before the last that are attended to (-1: all), which `batch_decode`
+            must be given too.
 
     Raises:
         ValueError: shape, size or device.
         TypeError: dtype.
     """
     decode_plan(
-        buffers.schedule, indptr, last_page_len, kv_len, page_size, pages_per_request, q_tiles, q_len, window_left,
-        buffers.num_ctas, buffers.num_ranges, buffers.split_kv,
+        buffers.schedule, indptr, last_page_len, kv_len, page_size, q_tiles, buffers.num_ctas, buffers.num_ranges,
+        buffers.split_kv, **options,
     )  # fmt: skip

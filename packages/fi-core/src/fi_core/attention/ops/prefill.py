@@ -7,12 +7,12 @@ schedule, so two callers must not share it. Neither call synchronises, and both 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, KV_TYPES, TYPES, element_bytes, with_tables
 from fi_core.attention.ops.tile_shapes import MULTIPLY, TILE, TILE_OF_48, WIDE_TILES
 from fi_core.runtime.dispatch import Choice
-from fi_core.runtime.launch.operator import operator
+from fi_core.runtime.launch.operator import operator, operators
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
@@ -36,8 +36,8 @@ PREFILL_PLAN = Op(
     name="prefill_plan",
     family="attention",
     arguments="Tensor(a!) schedule, Tensor? qo_indptr, Tensor? kv_indptr, Tensor? last_page_len, Tensor? kv_len, "
-    "int batch_size, int qo_len, int page_size, int pages_per_request, int q_tile_tokens, bool causal, "
-    "int window_left, int num_kv_heads, int short_tile_tokens, int max_partials, int num_ctas",
+    "int batch_size, int tile_tokens, int page_size=1, int qo_len=0, int pages_per_request=0, bool causal=False, "
+    "int window_left=-1, int num_kv_heads=1, int short_tile_tokens=0, int max_partials=0, int num_ctas=0",
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _plan_unit)),
 )
 prefill_plan = operator(PREFILL_PLAN)
@@ -67,7 +67,7 @@ def _mma_unit(axes: Values) -> Unit:
     size, body = tile.shared_bytes(kv), tile.body("batch_prefill_mma", q.short, kv.short)
     config = PrefillConfig(PrefillKind.MMA, tile.rows, tile.keys, tile.dim_vo, tile.blocks)
     entry = Entry("batch_prefill_mma", body, tile.threads, config, size, tile.blocks)
-    return with_tables(Unit("fi/attention/prefill/batch_prefill.cuh", "PrefillProblem", (entry,)), axes)
+    return with_tables(Unit("fi/attention/prefill/batch_prefill.cuh", "BatchPrefillParams", (entry,)), axes)
 
 
 # The 16-bit wgmma kernel: axis head_dim -> (head_dim_qk, head_dim_vo, keys per stage, consumer warpgroups of 64 rows).
@@ -212,37 +212,61 @@ def _general(values: Values) -> Values:
 # `[num_pages, page_size, num_kv_heads, dim]` (kv_layout 0, NHD) or `[num_pages, num_kv_heads, page_size, dim]` (1,
 # HND); without: `[kv_tokens, num_kv_heads, dim]` or `[num_kv_heads, kv_tokens, dim]`; of q's dtype, or with a 16-bit q
 # of the other one, of e4m3 or e5m2, or uint8: NVFP4, as for batch_decode. Any strides with a contiguous last dimension;
-# head dims are multiples of 8 up to 512. schedule, batch_size, q_tile_tokens: those of the last `plan`.
+# head dims are multiples of 8 up to 512. schedule, batch_size, tile_tokens: those of the last `plan`.
 # zero_padded_rows: rows of out that belong to no request become zero; without it they are not written.
 #
-# pos_encoding_mode: value of `PosEncodingMode`. sm_scale, bmm1_scale (fp32, one element on the device), scale_q (fp32
-# `[num_qo_heads]`) and scale_k (fp32 `[num_kv_heads]`) multiply the scores; v_scale, bmm2_scale and scale_v
+# pos_encoding: value of `PosEncodingMode`. sm_scale, bmm1_scale (fp32, one element on the device), scale_q (fp32
+# `[num_qo_heads]`) and scale_k (fp32 `[num_kv_heads]`) multiply the scores; out_scale, bmm2_scale and scale_v
 # (`[num_kv_heads]`) multiply the output but not lse. sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to row_sum,
 # so lse includes it. A row without keys has out = 0 and lse = sinks[h] * log2(e), or -inf without sinks.
 #
-# Row i of a request is at position p = kv_len - qo_len + i. causal: it attends to keys j <= p. custom_mask replaces
+# Row i of a request is at position p = kv_len - qo_len + i. causal: it attends to keys j <= p. mask replaces
 # causal: it attends to the keys whose bit is set; uint8, the `[qo_len, kv_len]` masks of the requests flattened,
 # element e in bit e % 8 of byte e / 8, the mask of request b from byte mask_indptr[b] (int32 `[batch_size + 1]`) on.
-# Without mask_indptr, custom_mask is `[qo_tokens, n]`: a row attends to all keys before the query tokens of its
+# Without mask_indptr, mask is `[qo_tokens, n]`: a row attends to all keys before the query tokens of its
 # request, and to query token t if bit t % 8 of byte t / 8 is set; no request may have more than 8 n rows. items
 # replaces both: a row attends to keys j <= p that are before prefix_len[b] (int32 or uint32 `[batch_size]`), or from
 # p - items[b][p - prefix_len[b]] + 1 on (uint16 `[batch_size, n]`). window_left w >= 0 also masks keys j < p - w.
 #
-# workspace: uint8, aligned to 16 bytes, for partials; private while the kernel runs; needed if `plan` was given
+# partials: uint8, aligned to 16 bytes; private while the kernel runs; needed if `plan` was given
 # max_partials. kv_tokens: tokens of all requests, if known; it decides how many heads share the L2 cache. num_ctas: the
 # most CTAs of a persistent kernel, so that another kernel runs beside it; 0: as many as fit. v_table_offset: V has a
-# page table of its own, this many entries of page_indices behind that of K; 0: K and V share theirs.
+# page table of its own, this many entries of page_indices behind that of K; 0: K and V share theirs. num_qo_heads:
+# those that q must have, if a plan fixes them; 0: any. v None: as for batch_decode.
 BATCH_PREFILL = Op(
     name="batch_prefill",
     family="attention",
-    arguments="Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) schedule, Tensor q, Tensor k, Tensor v, int kv_layout, "
-    "int batch_size, int q_tile_tokens, Tensor? page_indices=None, Tensor(d!)? workspace=None, bool causal=False, "
-    "int pos_encoding_mode=0, int window_left=-1, float logits_soft_cap=0.0, float sm_scale=1.0, float v_scale=1.0, "
-    "float rope_scale=1.0, float rope_theta=10000.0, Tensor? sinks=None, Tensor? scale_q=None, Tensor? scale_k=None, "
-    "Tensor? scale_v=None, Tensor? bmm1_scale=None, Tensor? bmm2_scale=None, Tensor? custom_mask=None, "
-    "Tensor? mask_indptr=None, Tensor? prefix_len=None, Tensor? items=None, int kv_tokens=0, "
-    "bool zero_padded_rows=False, int num_ctas=0, Tensor? k_scales=None, Tensor? v_scales=None, "
-    'bool? enable_pdl=None, int v_table_offset=0, str backend="auto"',
+    arguments="Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) schedule, Tensor q, Tensor k, Tensor? v, int kv_layout, "
+    "int batch_size, int tile_tokens, float sm_scale=1.0, float out_scale=1.0, Tensor? sinks=None, "
+    "bool zero_padded_rows=False, bool? enable_pdl=None, Tensor? scale_q=None, Tensor? scale_k=None, "
+    "Tensor? scale_v=None, Tensor? bmm1_scale=None, Tensor? bmm2_scale=None, Tensor? k_scales=None, "
+    "Tensor? v_scales=None, Tensor? page_indices=None, Tensor(d!)? partials=None, bool causal=False, "
+    "int pos_encoding=0, int window_left=-1, float soft_cap=0.0, float rope_scale=1.0, float rope_theta=10000.0, "
+    "Tensor? mask=None, Tensor? mask_indptr=None, Tensor? prefix_len=None, Tensor? items=None, int kv_tokens=0, "
+    'int num_ctas=0, int num_qo_heads=0, int v_table_offset=0, str backend="auto"',
+    planned=(
+        "schedule",
+        "kv_layout",
+        "batch_size",
+        "tile_tokens",
+        "page_indices",
+        "partials",
+        "causal",
+        "pos_encoding",
+        "window_left",
+        "soft_cap",
+        "rope_scale",
+        "rope_theta",
+        "mask",
+        "mask_indptr",
+        "prefix_len",
+        "items",
+        "kv_tokens",
+        "num_ctas",
+        "num_qo_heads",
+        "v_table_offset",
+        "backend",
+    ),
     fields=FIELDS,
     axes={
         "q": TYPES,
@@ -272,9 +296,10 @@ BATCH_PREFILL = Op(
     ),
 )
 batch_prefill = operator(BATCH_PREFILL)
+plan_run, run_planned = (made := operators()["batch_prefill"]).plan, made.planned_function
 
 
-def q_tile_tokens(num_qo_heads: int, num_kv_heads: int, rows: int = Q_TILE) -> int:
+def tile_tokens(num_qo_heads: int, num_kv_heads: int, rows: int = Q_TILE) -> int:
     """Query tokens of a work tile of `rows` packed rows. It depends on no lengths, so results do not either."""
     return max(1, rows * num_kv_heads // max(1, num_qo_heads))
 
@@ -284,14 +309,14 @@ def q_tile_rows(choice: Choice) -> int:
     return choice.entries[0].config.rows_per_cta if choice.implementation == "wgmma_sm90" else Q_TILE
 
 
-def short_tile_tokens(choice: Choice, num_qo_heads: int, num_kv_heads: int, window_left: int = -1) -> int:
+def short_tile_tokens(choice: Choice, num_qo_heads: int, num_kv_heads: int, windowed: bool) -> int:
     """Query tokens of the shorter work tiles that `plan` may choose instead; 0 if the kernel has none.
 
     With a window there are none: KV tiles then begin at the window of a work tile, so the height would change results.
     """
-    if window_left >= 0 or q_tile_rows(choice) <= Q_TILE or not _splits_kv(choice):
+    if windowed or q_tile_rows(choice) <= Q_TILE or not _splits_kv(choice):
         return 0
-    return q_tile_tokens(num_qo_heads, num_kv_heads)
+    return tile_tokens(num_qo_heads, num_kv_heads)
 
 
 def _splits_kv(choice: Choice) -> bool:
@@ -319,21 +344,12 @@ def schedule_words(batch_size: int, qo_tokens: int, tile_tokens: int) -> int:
 def plan(
     schedule: torch.Tensor,
     batch_size: int,
-    q_tile_tokens: int,
+    tile_tokens: int,
     qo_indptr: torch.Tensor | None,
     kv_indptr: torch.Tensor | None,
     last_page_len: torch.Tensor | None = None,
     kv_len: torch.Tensor | None = None,
-    *,
-    page_size: int = 1,
-    qo_len: int = 0,
-    pages_per_request: int = 0,
-    causal: bool = False,
-    window_left: int = -1,
-    num_kv_heads: int = 1,
-    short_tile_tokens: int = 0,
-    max_partials: int = 0,
-    num_ctas: int = 0,
+    **options: Any,
 ) -> None:
     """Writes the work tiles of a batch into the schedule on the device, by one kernel of one CTA. It does not
     synchronise.
@@ -343,7 +359,7 @@ def plan(
     Args:
         schedule: int32, `schedule_words(...)` or longer, aligned to 16 bytes; needs no initial values.
         batch_size: number of requests.
-        q_tile_tokens: `q_tile_tokens(...)` with the `q_tile_rows(...)` of the choice.
+        tile_tokens: `tile_tokens(...)` with the `q_tile_rows(...)` of the choice.
         qo_indptr: int32 `[batch_size + 1]`, offsets of query tokens. None: qo_len each.
         kv_indptr: int32 `[batch_size + 1]`; page ids of request b are `page_indices[kv_indptr[b] : kv_indptr[b + 1]]`.
             None: `page_indices[b * pages_per_request :][:pages_per_request]`, a flat block table. Ragged keys have
@@ -351,23 +367,22 @@ def plan(
         last_page_len: int32 `[batch_size]`; lengths are `(pages - 1) * page_size + last_page_len`. None: full pages.
         kv_len: int32 or uint32 `[batch_size]`; lengths, which take precedence over last_page_len. They are limited to
             the tokens of the pages.
-        page_size: tokens of a page.
-        qo_len: query tokens of each request, without qo_indptr.
-        pages_per_request: width of the block table, without kv_indptr.
-        causal, window_left: the expected mask, by which tiles are sorted; `batch_prefill` may be given another.
-        num_kv_heads: each tile is computed for every kv head.
-        short_tile_tokens: `short_tile_tokens(...)`; `plan` may choose tiles of this height (results have the same
+        options: `page_size`, tokens of a page (1).
+            `qo_len`, query tokens of each request, without qo_indptr.
+            `pages_per_request`, width of the block table, without kv_indptr.
+            `causal`, `window_left`, the expected mask, by which tiles are sorted; `batch_prefill` may be given another.
+            `num_kv_heads`: each tile is computed for every kv head (1).
+            `short_tile_tokens`: `short_tile_tokens(...)`; `plan` may choose tiles of this height (results have the same
             bits). 0: it does not.
-        max_partials: `max_partials(...)` of the workspace that `batch_prefill` is given. The keys of the last tiles, or
-            of all tiles of a small batch, may then be split over CTAs, by the number of SMs and the rest of the batch.
-            An implementation that cannot merge partials computes each tile whole. 0: no split-KV.
-        num_ctas: CTAs of the persistent kernel; 0: one per SM.
+            `max_partials`: `max_partials(...)` of the partials that `batch_prefill` is given. The keys of the last
+            tiles, or of all tiles of a small batch, may then be split over CTAs, by the number of SMs and the rest of
+            the batch. An implementation that cannot merge partials computes each tile whole. 0: no split-KV.
+            `num_ctas`: CTAs of the persistent kernel; 0: one per SM.
 
     Raises:
         ValueError: shape, size or device.
         TypeError: dtype.
     """
     prefill_plan(
-        schedule, qo_indptr, kv_indptr, last_page_len, kv_len, batch_size, qo_len, page_size, pages_per_request,
-        q_tile_tokens, causal, window_left, num_kv_heads, short_tile_tokens, max_partials, num_ctas,
+        schedule, qo_indptr, kv_indptr, last_page_len, kv_len, batch_size, tile_tokens, **options
     )  # fmt: skip

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.runtime.spec.constraint import Constraint, Rule
 from fi_core.runtime.spec.dtype import DTYPES
-from fi_core.runtime.spec.op import Field, Unit, Values
+from fi_core.runtime.spec.op import Field, Op, Unit, Values
 from fi_core.utils import PosEncodingMode
 
 if TYPE_CHECKING:
@@ -35,6 +36,32 @@ FIELDS = {
     "split_tables": Field((False, True), False),
     "alignment": Field((1, 2, 4, 8, 16), LOAD_BYTES),
 }
+
+
+class Facts(NamedTuple):
+    """What a plan knows of the request of its runs: the values of FIELDS."""
+
+    q: Any
+    kv: Any
+    out: Any
+    head_dim_qk: int
+    head_dim_vo: int
+    group_size: int
+    page_size: int
+    pos_encoding: str = "NONE"
+    mask: str = "plain"
+    soft_cap: bool = False
+    scaled: bool = False
+    split_tables: bool = False
+    alignment: int = LOAD_BYTES
+
+
+def by_variant(function: Callable[..., Any], op: Op, plan: Any, variant: Any) -> Callable[..., Any]:
+    """The op with the fields of a plan and a user's variant, which takes what a planned call takes."""
+    rest = [a.name for a in op.parsed if a.name not in op.planned]
+    fixed = {name: value for name, value in plan._asdict().items() if name in op.planned}
+    return lambda *values: function(**fixed, **dict(zip(rest, values)), variant=variant)
+
 
 ALIGNED = Constraint("alignment", ">=", LOAD_BYTES)
 

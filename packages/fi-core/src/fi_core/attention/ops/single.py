@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code
 from fi_core.attention.ops.decode import TENSOR_CORES
 from fi_core.attention.ops.prefill import WGMMA
-from fi_core.attention.ops.request import FIELDS, TYPES, alignment, element_bytes
+from fi_core.attention.ops.request import FIELDS, TYPES, Facts, alignment, element_bytes
 from fi_core.attention.ops.tile_shapes import MULTIPLY, TILE_OF_48
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.launch.operator import operator, planned
@@ -110,8 +110,8 @@ SINGLE_ATTENTION = Op(
     name="single_attention",
     family="attention",
     arguments="Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, Tensor q, Tensor k, Tensor v, int kv_layout, "
-    "int pos_encoding_mode=0, bool causal=False, int window_left=-1, float logits_soft_cap=0.0, float sm_scale=1.0, "
-    "float v_scale=1.0, float rope_scale=1.0, float rope_theta=10000.0, Tensor? custom_mask=None, "
+    "int pos_encoding=0, bool causal=False, int window_left=-1, float soft_cap=0.0, float sm_scale=1.0, "
+    "float out_scale=1.0, float rope_scale=1.0, float rope_theta=10000.0, Tensor? custom_mask=None, "
     "Tensor? packed_custom_mask=None, Tensor? scale_q=None, Tensor? scale_k=None, Tensor? scale_v=None, "
     f'str backend="{_OWN}"',
     fields={**FIELDS, "qo_len": Field(None, 1), "decode": Field((False, True), False)},
@@ -207,8 +207,8 @@ def attend(
     scale: float = (dim**-0.5 if dim else 1.0) if sm_scale is None else sm_scale
     single_attention(
         out, lse, workspace, q, k, v, layout, encoding, window_left=window_left,
-        logits_soft_cap=logits_soft_cap or 0.0, sm_scale=scale if qk_factor is None else scale * qk_factor,
-        v_scale=1.0 if v_scale is None else v_scale, rope_scale=1.0 if rope_scale is None else rope_scale,
+        soft_cap=logits_soft_cap or 0.0, sm_scale=scale if qk_factor is None else scale * qk_factor,
+        out_scale=1.0 if v_scale is None else v_scale, rope_scale=1.0 if rope_scale is None else rope_scale,
         rope_theta=1e4 if rope_theta is None else rope_theta, **options,
     )  # fmt: skip
     return out if lse is None else (out, lse)
@@ -235,7 +235,9 @@ def single_choice(
     heads, kv_heads = q.shape[-2], k.shape[1 - layout]
     qo_len = min(q.shape[0], _LEAST_PREFILL_ROWS) if q.ndim == 3 else 1
     return planned(
-        SINGLE_ATTENTION, q.device, backend, q.dtype, k.dtype, out_dtype, q.shape[-1], v.shape[-1], heads // kv_heads,
-        0, pos_encoding_mode, mask, soft_cap, scaled, False, alignment(q, k, v), qo_len, decode,
-        ahead=False,
+        SINGLE_ATTENTION, q.device, backend,
+        *Facts(
+            q.dtype, k.dtype, out_dtype, q.shape[-1], v.shape[-1], heads // kv_heads, 0, pos_encoding_mode, mask,
+            soft_cap, scaled, alignment=alignment(q, k, v),
+        ), qo_len, decode, ahead=False,
     )  # fmt: skip

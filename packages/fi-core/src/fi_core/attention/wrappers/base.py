@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import POS_ENCODINGS, check_workspace, code, computed, number
+from fi_core.attention.contract import check_workspace, computed, encoding, per_head, scale_product
 from fi_core.attention.wrappers import planners
 from fi_core.attention.wrappers.plan_state import PlanState
-from fi_core.utils import check_shape_dtype_device, int32_index
+from fi_core.utils import PosEncodingMode, check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,29 @@ def check_results(
         check_shape_dtype_device(lse, shape[:2], torch.float32, q.device, "lse")
 
 
+def float32() -> torch.dtype:
+    import torch
+
+    return torch.float32
+
+
+def run_scales(
+    plan: Any, scales: tuple[Any, Any, Any], args: tuple[Any, ...], kv_scales: tuple[Any, Any]
+) -> tuple[float, float, tuple[Any, ...]]:
+    """(sm_scale, out_scale, tensors) of a run; tensors: the arguments of the op from scale_q on, or none of them.
+
+    scales: q_scale, k_scale and v_scale; args: scale_q, scale_k and scale_v; kv_scales: those of NVFP4.
+    """
+    sm_scale, bmm1 = scale_product(plan.scale, *scales[:2])
+    out_scale, bmm2 = scale_product(1.0, scales[2])
+    by_head: tuple[Any, Any, Any] = (None, None, None)
+    if args:
+        scale_qk, scale_vo, by_head = per_head(args)
+        sm_scale, out_scale = sm_scale * scale_qk, out_scale * scale_vo
+    tensors = *by_head, bmm1, bmm2, *kv_scales
+    return sm_scale, out_scale, () if all(x is None for x in tensors) else tensors
+
+
 class PinnedMirror:
     """The part of a wrapper that gives engines a pinned mirror of its int workspace."""
 
@@ -46,9 +70,41 @@ class PinnedMirror:
         return self._pinned
 
 
-class BatchWrapper(PinnedMirror, PlanState):
-    """A wrapper that plans a batch and runs it; the subclasses document `plan` and `run`."""
+class of_plan:
+    """A field of a wrapper's plan as an attribute, which engines read and assign. Assigning makes another plan."""
 
+    def __init__(self, field: str, read: Callable[[Any], Any] | None = None, write: Any = None) -> None:
+        self.field, self.read, self.write = field, read, write
+
+    def __get__(self, wrapper: Any, owner: type) -> Any:
+        if wrapper is None:
+            return self
+        value = getattr(wrapper._plan, self.field)
+        return self.read(value) if self.read else value
+
+    def __set__(self, wrapper: Any, value: Any) -> None:
+        wrapper._change(**{self.field: self.write(value) if self.write else value})
+
+
+class BatchWrapper(PinnedMirror, PlanState):
+    """A wrapper that plans a batch and runs it; the subclasses document `plan` and `run`.
+
+    All that a run needs of `plan` is in `_plan`, which no code changes: `_change` puts another one in its place.
+    """
+
+    _plan: Any
+    _call: Any = None  # the planned call of the kernel; None: no plan, or the plan has changed since it was made
+    _pos_encoding_mode = of_plan("pos_encoding", lambda value: PosEncodingMode(value).name, encoding)
+    _window_left, _sm_scale = of_plan("window_left"), of_plan("sm_scale")
+    _logits_soft_cap = of_plan("soft_cap", write=lambda value: value or 0.0)
+    _rope_scale = of_plan("rope_scale", write=lambda value: value or 1.0)
+    _rope_theta = of_plan("rope_theta", write=lambda value: value or 1e4)
+    _batch_size, _num_qo_heads = of_plan("batch_size"), of_plan("num_qo_heads")
+    _num_kv_heads, _page_size = of_plan("num_kv_heads"), of_plan("page_size")
+    _cached_q_data_type, _cached_kv_data_type = of_plan("q_dtype"), of_plan("kv_dtype")
+    _cached_o_data_type = of_plan("o_dtype")
+    _paged_kv_indptr_buf, _paged_kv_indices_buf = of_plan("indptr"), of_plan("page_indices")
+    _paged_kv_last_page_len_buf, _block_tables = of_plan("last_page_len"), of_plan("block_tables")
     device: torch.device
     last_choice: Choice | None
     forward: Any
@@ -75,9 +131,24 @@ class BatchWrapper(PinnedMirror, PlanState):
         self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer
         self._pinned = None
         self._reset_plan()
+        self._plan, self._call = self._plan._replace(scheduled=None), None
         self.last_choice = None
         self._cached_module: Any = None
         planners.add(self)
+
+    def _change(self, **fields: Any) -> Any:
+        """Replaces the plan by one with these fields, whose call the next run makes, unless they are those it has."""
+        plan = self._plan
+        for name, value in fields.items():
+            had = getattr(plan, name)
+            if had is not value and not (type(value) in (int, float) and had == value):
+                self._plan, self._call = plan._replace(**fields), None
+                break
+        return self._plan
+
+    def _forget_plan(self) -> None:
+        super()._forget_plan()
+        self._call = None
 
     def _on_device(self, name: str, table: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         """A table as kernels read it: on the device, int64 and uint32 converted to int32 (a small kernel each)."""
@@ -89,23 +160,6 @@ class BatchWrapper(PinnedMirror, PlanState):
             return kept.copy_(table, non_blocking=non_blocking)
         kept = self._copies[name] = table.to(self.device, non_blocking=non_blocking)
         return kept
-
-    def _set_scores(
-        self,
-        pos_encoding_mode: str,
-        window_left: int,
-        logits_soft_cap: float | None,
-        sm_scale: float | None,
-        rope_scale: float | None,
-        rope_theta: float | None,
-    ) -> None:
-        """Sets the options of the scores, which run reads and engines set."""
-        self._encoding = code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
-        self._pos_encoding_mode, self._window_left = pos_encoding_mode, window_left
-        self._logits_soft_cap = 0.0 if logits_soft_cap is None else number(logits_soft_cap, "logits_soft_cap")
-        self._sm_scale = None if sm_scale is None else number(sm_scale, "sm_scale")
-        self._rope_scale = 1.0 if rope_scale is None else number(rope_scale, "rope_scale")
-        self._rope_theta = 1e4 if rope_theta is None else number(rope_theta, "rope_theta")
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Checks its argument only: one kernel accepts K and V of different strides.

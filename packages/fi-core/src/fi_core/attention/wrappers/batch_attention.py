@@ -96,8 +96,6 @@ class BatchAttention(PlanState):
             ValueError: head dims above 256; other errors are those of that function.
             NotImplementedError: use_profiler.
         """
-        import torch
-
         self._forget_plan()
         check_shape(num_qo_heads, num_kv_heads, page_size, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
         for name, dim in (("head_dim_qk", head_dim_qk), ("head_dim_vo", head_dim_vo)):
@@ -105,15 +103,7 @@ class BatchAttention(PlanState):
                 raise ValueError(f"{name}: at most 256 is required; got {dim}")
         if use_profiler:
             raise NotImplementedError("use_profiler: not supported, profile with fi-bench or Nsight; pass False")
-        if not qo_indptr.numel() == kv_indptr.numel() == kv_len_arr.numel() + 1:
-            raise ValueError(
-                f"qo_indptr, kv_indptr and kv_len_arr: lengths batch_size + 1, batch_size + 1 and batch_size are "
-                f"required; got {qo_indptr.numel()}, {kv_indptr.numel()} and {kv_len_arr.numel()}"
-            )
-        host = tuple(int32_index(x.cpu()) for x in (qo_indptr, kv_indptr, kv_len_arr))
-        for name, x in zip(("qo_indptr", "kv_indptr", "kv_len_arr"), host):
-            if x.dtype is not torch.int32 or x.ndim != 1:
-                raise TypeError(f"{name}: a flat int32 tensor is required; got {x.dtype} of shape {tuple(x.shape)}")
+        host = _on_host(qo_indptr, kv_indptr, kv_len_arr)
         rows, pages, tokens = (x.tolist() for x in host)
         qo_lens = [after - before for before, after in itertools.pairwise(rows)]
         first, last = _decode_range(qo_lens)
@@ -205,7 +195,7 @@ class BatchAttention(PlanState):
         if number(logits_soft_cap, "logits_soft_cap") > 0.0 and self._logits_soft_cap <= 0.0:
             raise ValueError(f"logits_soft_cap: the plan had none; got {logits_soft_cap}")
         for half in halves:
-            half._logits_soft_cap = logits_soft_cap if logits_soft_cap > 0.0 else self._logits_soft_cap
+            half._change(soft_cap=logits_soft_cap if logits_soft_cap > 0.0 else self._logits_soft_cap)
 
         def attend(half: Any, from_: int, to: int) -> None:
             part = {"out": written[0][from_:to], "lse": written[1][from_:to], "return_lse": True}
@@ -215,7 +205,7 @@ class BatchAttention(PlanState):
         if last > first:
             _, v = unpack(kv_cache, self._kv_layout)
             ctas = divide(decode, v, self._operations if len(halves) == 2 else 0.0)
-        prefill._num_ctas = ctas
+        prefill._change(num_ctas=ctas)
         side_by_side(
             ctas,
             q.device,
@@ -223,6 +213,22 @@ class BatchAttention(PlanState):
             lambda: attend(decode, first, last) if decode in halves else None,
         )
         return out, lse
+
+
+def _on_host(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_len_arr: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tables on the host. Raises ValueError and TypeError for other forms."""
+    import torch
+
+    if not qo_indptr.numel() == kv_indptr.numel() == kv_len_arr.numel() + 1:
+        raise ValueError(
+            f"qo_indptr, kv_indptr and kv_len_arr: lengths batch_size + 1, batch_size + 1 and batch_size are "
+            f"required; got {qo_indptr.numel()}, {kv_indptr.numel()} and {kv_len_arr.numel()}"
+        )
+    host = tuple(int32_index(x.cpu()) for x in (qo_indptr, kv_indptr, kv_len_arr))
+    for name, x in zip(("qo_indptr", "kv_indptr", "kv_len_arr"), host):
+        if x.dtype is not torch.int32 or x.ndim != 1:
+            raise TypeError(f"{name}: a flat int32 tensor is required; got {x.dtype} of shape {tuple(x.shape)}")
+    return host
 
 
 def _decode_range(qo_lens: list[int]) -> tuple[int, int]:

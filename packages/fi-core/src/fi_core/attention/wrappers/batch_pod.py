@@ -83,14 +83,7 @@ class BatchPODWithPagedKVCacheWrapper:
         """
         self._prefill._forget_plan()
         self._decode._forget_plan()
-        for name, table in (("qo_indptr_p", qo_indptr_p), ("kv_indptr_p", kv_indptr_p), ("qo_indptr_d", qo_indptr_d)):
-            last_value(table, name)  # raises unless it is a table
-        if qo_indptr_d.numel() != kv_indptr_d.numel():
-            raise ValueError(
-                f"qo_indptr_d: length {kv_indptr_d.numel()} is required, that of kv_indptr_d; got {qo_indptr_d.numel()}"
-            )
-        if qo_indptr_d.is_cpu and qo_indptr_d.numel() and not (qo_indptr_d.diff() == 1).all():
-            raise ValueError("qo_indptr_d: one row of each decode request is required; pass longer ones as prompts")
+        _check_tables(qo_indptr_p, kv_indptr_p, qo_indptr_d, kv_indptr_d)
         options: dict[str, Any] = {
             "pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "sm_scale": sm_scale,
             "rope_scale": rope_scale, "rope_theta": rope_theta, "non_blocking": non_blocking,
@@ -170,11 +163,11 @@ class BatchPODWithPagedKVCacheWrapper:
         for half in (prefill, decode):
             if half._plan_info is None:
                 raise half._no_plan()
-        prefill._place_mask(custom_mask_p, packed_custom_mask_p, self._indptrs, self._lengths, True)
-        prefill._causal = bool(causal_p)
+        masks = prefill._masks(custom_mask_p, packed_custom_mask_p, self._indptrs, self._lengths, True)
         pair_p = unpack(paged_kv_cache_p, prefill._kv_layout, "paged_kv_cache_p")
         pair_d = _, v_d = unpack(paged_kv_cache_d, decode._kv_layout, "paged_kv_cache_d")
-        prefill._num_ctas = ctas = divide(decode, v_d, self._operations(prefill._causal))
+        ctas = divide(decode, v_d, self._operations(bool(causal_p)))
+        prefill._change(causal=bool(causal_p), num_ctas=ctas, **masks)
         out_d = q_d.new_empty(*q_d.shape[:-1], row_elements(v_d), dtype=decode._cached_o_data_type)
         lse_d = torch.empty(q_d.shape[:-1], dtype=torch.float32, device=q_d.device) if return_lse else None
         options: dict[str, Any] = {
@@ -190,3 +183,17 @@ class BatchPODWithPagedKVCacheWrapper:
         return (found, (out_d, lse_d)) if return_lse else (found, out_d)
 
     forward = run
+
+
+def _check_tables(
+    qo_indptr_p: torch.Tensor, kv_indptr_p: torch.Tensor, qo_indptr_d: torch.Tensor, kv_indptr_d: torch.Tensor
+) -> None:
+    """Raises ValueError unless these are tables, and each decode request has one row."""
+    for name, table in (("qo_indptr_p", qo_indptr_p), ("kv_indptr_p", kv_indptr_p), ("qo_indptr_d", qo_indptr_d)):
+        last_value(table, name)  # raises unless it is a table
+    if qo_indptr_d.numel() != kv_indptr_d.numel():
+        raise ValueError(
+            f"qo_indptr_d: length {kv_indptr_d.numel()} is required, that of kv_indptr_d; got {qo_indptr_d.numel()}"
+        )
+    if qo_indptr_d.is_cpu and qo_indptr_d.numel() and not (qo_indptr_d.diff() == 1).all():
+        raise ValueError("qo_indptr_d: one row of each decode request is required; pass longer ones as prompts")

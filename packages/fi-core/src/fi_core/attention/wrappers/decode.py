@@ -6,26 +6,25 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.contract import (
-    POS_ENCODINGS,
-    check_nvfp4,
     flag,
-    per_head,
     row_elements,
-    scale_product,
     scales_of,
+    scores,
     unpack,
 )
 from fi_core.attention.ops import decode as ops
+from fi_core.attention.ops.request import by_variant
+from fi_core.attention.schedule import DecodePlan
 from fi_core.attention.wrappers import trace
-from fi_core.attention.wrappers.base import check_results
-from fi_core.attention.wrappers.decode_plan import BatchDecodePlan
+from fi_core.attention.wrappers.base import float32, run_scales
+from fi_core.attention.wrappers.decode_plan import BatchDecodePlan, check_call
 from fi_core.observe.log import fi_api
+from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.errors import blame
 
 if TYPE_CHECKING:
     import torch
 
-_NO_SCALES = (None, None, None)
 # Tensors that a variant for prefill and decode may declare, and decode does not have.
 _NO_MASK: dict[str, Any] = dict.fromkeys(
     ("maybe_custom_mask", "maybe_mask_indptr", "maybe_prefix_len_ptr", "maybe_token_pos_in_items_ptr",
@@ -122,85 +121,39 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
                 CPU; on CUDA with FI_CHECK=1 at import, which synchronises.
             KeyError: the container of the cache.
         """
-        import torch
-
-        buffers = self._schedule.buffers
-        if buffers is None or self._plan_info is None:
-            raise self._no_plan()
-        if q_len_per_req is not None:
-            warnings.warn("run: q_len_per_req belongs to plan", DeprecationWarning, stacklevel=2)
-            if not isinstance(q_len_per_req, int) or q_len_per_req != self._q_len_per_req:
-                raise ValueError(f"q_len_per_req: {self._q_len_per_req} was planned; got {q_len_per_req}")
-        if window_left is not None and not (isinstance(window_left, int) and window_left == self._window_left):
-            raise ValueError(f"window_left: {self._window_left} was planned; got {window_left}")
-        k, v = unpack(paged_kv_cache, self._kv_layout)
+        plan, call = self._plan, self._call
+        if call is None:
+            plan, call = self._ready()
+        if q_len_per_req is not None or window_left is not None:
+            self._check_repeated(q_len_per_req, window_left)
+        k: Any = paged_kv_cache
+        v = k_scales = v_scales = None
+        if getattr(k, "ndim", 0) != 5:  # else the op takes the halves
+            k, v = unpack(k, self._kv_layout)
         try:
-            _, second, third, _ = k.shape
-            differs = (
-                q.dtype is not self._cached_q_data_type
-                or k.dtype is not self._cached_kv_data_type
-                or v.dtype is not k.dtype
-                or q.shape != self._q_shape
-                or (second, third) != self._page_shape
-                or (kv_cache_sf is None) is (k.dtype is torch.uint8)
-            )
-        except (AttributeError, RuntimeError) as error:
-            blame(error, q=q, paged_kv_cache=k)
-        if differs:
-            self._refuse(q, k, v, kv_cache_sf)
-        k_scales = v_scales = None
-        if kv_cache_sf is not None:
-            k_scales, v_scales = scales_of(kv_cache_sf, self._kv_layout)
-        dim_vo = v.shape[3] if k_scales is None else row_elements(v)
-        shape, out_dtype = self._q_shape, self._cached_o_data_type
-        if dim_vo != self._head_dim:
-            buffers, shape = self._schedule.buffers_for(dim_vo), (*shape[:2], dim_vo)
-        return_lse = return_lse is True or (return_lse is not False and flag("return_lse", return_lse))
-        given = out, lse
-        if self._cudnn is not None or (out is not None and getattr(out, "dtype", None) is not out_dtype):
-            check_results(q, shape, out_dtype, out, lse)
-        if out is None:
-            out = q.new_empty(*shape) if out_dtype is q.dtype else q.new_empty(*shape, dtype=out_dtype)
-        if lse is None and return_lse:
-            lse = q.new_empty(*shape[:2], dtype=torch.float32)
-        score_scale, out_scale = self._sm_scale, 1.0
-        if score_scale is None:
-            score_scale = self._head_dim**-0.5
-        bmm1 = bmm2 = None
-        if q_scale is not None or k_scale is not None:
-            score_scale, bmm1 = scale_product(score_scale, q_scale, k_scale)
-        if v_scale is not None:
-            out_scale, bmm2 = scale_product(1.0, v_scale)
-        scales: tuple[Any, Any, Any] = _NO_SCALES
-        encoding, variant = POS_ENCODINGS[self._pos_encoding_mode], None
-        if self._variant is not None:
-            encoding = self._variant.encoding(self)
-            variant = self._variant.launch(self, q, args, _NO_MASK, q_scale, k_scale, sinks)
-        elif args:
-            scale_qk, scale_vo, scales = per_head(args)
-            score_scale, out_scale = score_scale * scale_qk, out_scale * scale_vo
-        if self._window_left != self._schedule.window_left:  # forward changed it
-            self._schedule.replan(self._window_left)
-        if self._cudnn is not None:
-            self.last_choice = self._choose(dim_vo, scaled=bmm1 is not None or scales != _NO_SCALES)
-            self._cudnn.attend(
-                out, lse, q, k, v, self._layout, self._float_workspace_buffer, score_scale, self._q_len_per_req > 1,
-                self._window_left, sinks,
-            )  # fmt: skip
-            if out_scale != 1.0 or bmm2 is not None:
-                out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
-            return (out, lse) if return_lse and lse is not None else out
-        try:
-            ran = ops.batch_decode(  # by position, as declared: 18 names cost 0.8 us
-                out, lse, buffers.workspace, buffers.schedule, q, k, v, self._paged_kv_indices_buf, self._layout,
-                buffers.num_ctas, buffers.num_ranges, buffers.split_kv, self._q_len_per_req, encoding,
-                self._window_left, self._logits_soft_cap or 0.0, score_scale, out_scale, self._rope_scale or 1.0,
-                self._rope_theta or 1e4, sinks, scales[0], scales[1], scales[2], bmm1, bmm2, self._drafts, k_scales,
-                v_scales, enable_pdl=enable_pdl, heads_per_tile=self._schedule.heads_per_tile, backend=self._allowed,
-                variant=variant,
-            )  # fmt: skip
-        except Exception:
-            check_results(q, shape, out_dtype, *given)
+            if kv_cache_sf is not None:
+                k_scales, v_scales = scales_of(kv_cache_sf, self._kv_layout)
+            dim = plan.head_dim if v is None else row_elements(v)
+            if dim != plan.head_dim_vo:
+                plan, call = self._ready(dim)
+            rows, heads, return_lse = plan.rows, plan.num_qo_heads, flag("return_lse", return_lse)
+            if out is None:  # sizes apart, and no dtype where it is q's: 0.8 us instead of 1.5
+                dtype = plan.o_dtype
+                out = q.new_empty(rows, heads, dim) if dtype is q.dtype else q.new_empty(rows, heads, dim, dtype=dtype)
+            if lse is None and return_lse:
+                lse = q.new_empty(rows, heads, dtype=float32())
+            sm_scale, out_scale, tensors = plan.scale, 1.0, ()
+            if args or not (q_scale is k_scale is v_scale is kv_cache_sf is None):
+                by_head = args if self._variant is None else ()
+                scales = q_scale, k_scale, v_scale
+                sm_scale, out_scale, tensors = run_scales(plan, scales, by_head, (k_scales, v_scales))
+            values = out, lse, q, k, v, sm_scale, out_scale, sinks, enable_pdl
+            if self._variant is not None or self._cudnn is not None:
+                ran = self._otherwise(plan, values, tensors, args, (q_scale, k_scale, sinks))
+            else:
+                ran = ops.run_planned(call, *values, *tensors)
+        except Exception as error:
+            self._explain(error, plan, (out, lse, q, k, v, kv_cache_sf))
             raise
         self.last_choice = ran or self.last_choice
         return (out, lse) if return_lse and lse is not None else out
@@ -233,26 +186,65 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         return_lse: bool = False,
     ) -> Any:
         """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
-        self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        options = scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        self._change(window_left=window_left, **options)
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
-    def _refuse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache_sf: Any) -> None:
-        """Raises the error that names the input that differs from the plan."""
-        if q.dtype is not self._cached_q_data_type:
-            raise ValueError(f"q: q_data_type {self._cached_q_data_type} was planned; got {q.dtype}")
-        if k.dtype is not self._cached_kv_data_type or v.dtype is not k.dtype:
-            raise ValueError(
-                f"paged_kv_cache: kv_data_type {self._cached_kv_data_type} was planned; got {k.dtype} and {v.dtype}"
-            )
-        check_nvfp4(kv_cache_sf, k, "paged_kv_cache")
-        if q.shape != self._q_shape:
-            raise ValueError(
-                f"q: shape {self._q_shape} was planned (batch_size * q_len_per_req rows); got {tuple(q.shape)}"
-            )
-        raise ValueError(
-            f"paged_kv_cache: page_size {self._page_size} and {self._num_kv_heads} kv heads were planned; "
-            f"got shape {tuple(k.shape)} ({self._kv_layout})"
+    def _ready(self, head_dim_vo: int = 0) -> tuple[DecodePlan, Any]:
+        """The plan and its call, made anew: for values of this head dim, or because an option has changed."""
+        if self._plan_info is None:
+            raise self._no_plan()
+        plan = self._plan if not head_dim_vo else self._plan._replace(head_dim_vo=head_dim_vo)
+        choice = self._choose(plan, plan.head_dim_vo)
+        return self._set_call(self._workspaces.scheduled(plan), choice), self._call
+
+    def _explain(self, error: Exception, plan: DecodePlan, values: tuple[Any, ...]) -> None:
+        """Raises the error that names the argument of a refused run that differs from its plan.
+
+        values: out, lse, q, k, v and kv_cache_sf.
+        """
+        try:
+            check_call(plan, *values)
+        except (AttributeError, RuntimeError) as found:
+            if isinstance(error, (AttributeError, RuntimeError)):
+                blame(found, q=values[2], paged_kv_cache=values[3])
+
+    def _otherwise(
+        self, plan: DecodePlan, values: tuple[Any, ...], tensors: tuple[Any, ...], args: tuple[Any, ...],
+        scales: tuple[Any, Any, Any],
+    ) -> Choice | None:  # fmt: skip
+        """Runs cuDNN's kernels, or a user's variant, with the arguments of a planned call.
+
+        args: the variant's tensors and scalars; scales: q_scale, k_scale and sinks of run, which it must implement.
+        """
+        out, lse, q, k, v, sm_scale, out_scale, sinks, _ = values
+        k, v = (k, v) if v is not None else unpack(k, self._kv_layout)
+        check_call(plan, out, lse, q, k, v, tensors[-1] if tensors else None)
+        if self._variant is not None:
+            variant = self._variant.launch(plan, q, args, _NO_MASK, *scales)
+            plan = plan._replace(pos_encoding=self._variant.encoding(plan))
+            call = by_variant(ops.batch_decode, ops.BATCH_DECODE, plan, variant)
+            return call(*values, *tensors)  # type: ignore[no-any-return]
+        assert self._cudnn is not None
+        *by_head, bmm1, bmm2, _, _ = tensors or (None,) * 7
+        choice = self._choose(plan, plan.head_dim_vo, bmm1 is not None or any(x is not None for x in by_head))
+        workspace, causal = self._float_workspace_buffer, plan.q_len > 1
+        self._cudnn.attend(
+            out, lse, q, k, v, plan.kv_layout, workspace, sm_scale, causal, window_left=plan.window_left, sinks=sinks
         )
+        if out_scale != 1.0 or bmm2 is not None:
+            out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
+        return choice
+
+    def _check_repeated(self, q_len: Any, window: Any) -> None:
+        """Raises unless q_len_per_req and window_left, which `run` accepts too, are those of the plan."""
+        plan = self._plan
+        if q_len is not None:
+            warnings.warn("run: q_len_per_req belongs to plan", DeprecationWarning, stacklevel=3)
+            if not isinstance(q_len, int) or q_len != plan.q_len:
+                raise ValueError(f"q_len_per_req: {plan.q_len} was planned; got {q_len}")
+        if window is not None and not (isinstance(window, int) and window == plan.window_left):
+            raise ValueError(f"window_left: {plan.window_left} was planned; got {window}")
 
 
 @fi_api

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,28 +11,31 @@ from fi_core.attention.contract import (
     check_backend,
     check_graph_buffer,
     check_length,
+    check_nvfp4,
     check_workspace,
     code,
     computed,
-    data_types,
     kv_type,
     last_value,
-    pages_of_chunk,
+    row_elements,
+    scores,
+    type_fields,
+    unpack,
     unsupported,
 )
 from fi_core.attention.cudnn import planned as cudnn
 from fi_core.attention.mask import pack_drafts
 from fi_core.attention.ops import decode as ops
-from fi_core.attention.ops.request import LOAD_BYTES
-from fi_core.attention.schedule import DecodeSchedule
+from fi_core.attention.ops.request import Facts
+from fi_core.attention.schedule import DecodePlan, DecodeWorkspaces, split_kv_of
 from fi_core.attention.wrappers import planners
-from fi_core.attention.wrappers.base import BatchWrapper
+from fi_core.attention.wrappers.base import BatchWrapper, check_results, of_plan
 from fi_core.attention.wrappers.decode_arguments import BACKENDS, FOREIGN, check_lengths, deprecated_positional, lengths
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.errors import blame
 from fi_core.runtime.launch.operator import planned
-from fi_core.utils import _get_range_buf, constants, int32_index
+from fi_core.utils import PosEncodingMode, _get_range_buf, constants, int32_index
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +46,33 @@ _JIT_ARGS = 16  # of gen_customize_batch_decode_module
 _INT_WORKSPACE = 8 << 20  # bytes; partials of 132 ranges take 4.2 MiB with head_dim 256, of 396 6.3 MiB with 128
 
 
+def check_call(plan: DecodePlan, out: Any, lse: Any, q: Any, k: Any, v: Any, *rest: Any) -> None:
+    """Raises the error that names the argument of a run that differs from its plan. rest: those of batch_decode."""
+    if v is None:
+        k, v = unpack(k, "NHD")
+    if q.dtype is not plan.q_dtype:
+        raise ValueError(f"q: q_data_type {plan.q_dtype} was planned; got {q.dtype}")
+    if k.dtype is not plan.kv_dtype or v.dtype is not k.dtype:
+        planned, got = plan.kv_dtype, f"{k.dtype} and {v.dtype}"
+        raise ValueError(f"paged_kv_cache: kv_data_type {planned} was planned; got {got}")
+    *_, scales = rest
+    check_nvfp4(scales, k, "paged_kv_cache")
+    if q.shape != plan.q_shape:
+        rows = "batch_size * q_len_per_req rows"
+        raise ValueError(f"q: shape {plan.q_shape} was planned ({rows}); got {tuple(q.shape)}")
+    if tuple(k.shape[1:3]) != plan.page_shape:
+        raise ValueError(
+            f"paged_kv_cache: page_size {plan.page_size} and {plan.num_kv_heads} kv heads were planned; "
+            f"got shape {tuple(k.shape)} ({'HND' if plan.kv_layout else 'NHD'})"
+        )
+    check_results(q, (*plan.q_shape[:2], row_elements(v)), plan.o_dtype, out, lse)
+
+
 class BatchDecodePlan(BatchWrapper):
     """The planning half of BatchDecodeWithPagedKVCacheWrapper, which documents the arguments."""
+
+    _plan: DecodePlan
+    _head_dim, _q_len_per_req, _window_right = of_plan("head_dim"), of_plan("q_len"), of_plan("window_right")
 
     def __init__(
         self,
@@ -61,7 +90,7 @@ class BatchDecodePlan(BatchWrapper):
         import torch
 
         check_workspace(float_workspace_buffer, "float_workspace_buffer")
-        self._layout = code(LAYOUTS, kv_layout, "kv_layout")
+        layout = code(LAYOUTS, kv_layout, "kv_layout")
         check_backend(backend, BACKENDS, FOREIGN)
         self._variant: CustomAttention | None = None
         if jit_args is not None or jit_kwargs:
@@ -77,16 +106,14 @@ class BatchDecodePlan(BatchWrapper):
         if self._variant is not None or (backend == "fa2" and not self._use_tensor_cores):
             self._allowed = "fa2_cuda_core"
         self._use_cuda_graph = use_cuda_graph
-        self._paged_kv_indptr_buf: Any = paged_kv_indptr_buffer
-        self._paged_kv_indices_buf: Any = paged_kv_indices_buffer
-        self._paged_kv_last_page_len_buf: Any = paged_kv_last_page_len_buffer
+        self._plan = DecodePlan(
+            kv_layout=layout, backend=self._allowed, indptr=paged_kv_indptr_buffer,
+            page_indices=paged_kv_indices_buffer,
+            last_page_len=paged_kv_last_page_len_buffer,
+        )  # fmt: skip
         self._fixed_batch_size = self._check_graph_buffers() if use_cuda_graph else 0
-        self._block_tables: torch.Tensor | None = None
         self._copies = {}
         self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
-        self._drafts: torch.Tensor | None = None  # the mask of the last plan, over the last q_len_per_req keys
-        self._window_right = 0
-        self._q_len_per_req, self._is_causal, self._batch_size = 1, False, 0
         self.device = float_workspace_buffer.device
         self._cudnn = cudnn.PlannedBatch(use_cuda_graph) if backend == "cudnn" else None
         if self._cudnn is not None:
@@ -126,7 +153,7 @@ class BatchDecodePlan(BatchWrapper):
         check_workspace(float_workspace_buffer, "float_workspace_buffer")
         self._set_workspaces(float_workspace_buffer, int_workspace_buffer)
         capacity = self._paged_kv_indices_buf.numel() if self._use_cuda_graph else None
-        self._schedule = DecodeSchedule(int_workspace_buffer, float_workspace_buffer, capacity)
+        self._workspaces = DecodeWorkspaces(int_workspace_buffer, float_workspace_buffer, capacity)
 
     @computed
     def _qo_indptr_buf(self) -> torch.Tensor:
@@ -137,7 +164,11 @@ class BatchDecodePlan(BatchWrapper):
     @computed
     def _max_kv_len(self) -> int:
         """Length of the longest request of the last plan; synchronises."""
-        return max(lengths(*self._schedule.tables, self._page_size), default=0)
+        return max(lengths(*self._plan.lengths, self._page_size), default=0)
+
+    @property
+    def _is_causal(self) -> bool:
+        return self._plan.q_len > 1
 
     @deprecated_positional
     def workspace_size(
@@ -167,10 +198,12 @@ class BatchDecodePlan(BatchWrapper):
         Returns:
             (bytes of the float workspace, bytes of the int workspace).
         """
-        return self._schedule.workspace_bytes(
-            head_dim, indptr.numel() - 1, indices.numel(), num_qo_heads, num_kv_heads, page_size, q_len_per_req,
-            pages_of_chunk(fixed_split_size),
+        plan = self._plan._replace(
+            batch_size=indptr.numel() - 1, page_indices=indices, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
+            head_dim=head_dim, page_size=page_size, q_len=q_len_per_req,
+            split_kv=split_kv_of(fixed_split_size, page_size, False),
         )  # fmt: skip
+        return self._workspaces.bytes_for(plan)
 
     @fi_api
     @deprecated_positional
@@ -254,33 +287,29 @@ class BatchDecodePlan(BatchWrapper):
         if is_causal is not None and not is_causal:
             window_right = -1
         self._check_table(indptr, indices, last_page_len, seq_lens, page_size, q_len_per_req)
+        plan = self._plan
+        tables: tuple[Any, ...] = plan.indptr, plan.last_page_len, plan.page_indices
         if self._use_cuda_graph:
-            _copy(
-                (self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, self._paged_kv_indices_buf),
-                (indptr, last_page_len, indices),
-                non_blocking,
-            )
+            _copy(tables, (indptr, last_page_len, indices), non_blocking)
         else:
-            self._paged_kv_indptr_buf = self._on_device("indptr", indptr, non_blocking)
-            self._paged_kv_indices_buf = self._on_device("indices", indices, non_blocking)
-            self._paged_kv_last_page_len_buf = self._on_device("last_page_len", last_page_len, non_blocking)
-        self._block_tables = block_tables
-        self._window_right = window_right
-        dtypes = data_types(q_data_type, kv_data_type, o_data_type, data_type)
-        self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type = dtypes
-        self._replan(
-            self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, seq_lens, num_qo_heads, num_kv_heads, head_dim,
-            page_size, window_left, q_len_per_req, fixed_split_size, disable_split_kv, non_blocking,
+            given = {"indptr": indptr, "last_page_len": last_page_len, "indices": indices}
+            tables = tuple(self._on_device(name, table, non_blocking) for name, table in given.items())
+        plan = plan._replace(
+            indptr=tables[0], last_page_len=tables[1], page_indices=tables[2], block_tables=block_tables,
+            window_right=window_right, window_left=window_left,
+            **type_fields(q_data_type, kv_data_type, o_data_type, data_type),
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size,
+            q_len=q_len_per_req, split_kv=split_kv_of(fixed_split_size, page_size, disable_split_kv),
+            **scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta),
         )  # fmt: skip
+        self._end(plan, (tables[0], tables[1], seq_lens), non_blocking)
 
     begin_forward = plan
 
-    def _keys_behind(self, batch_size: int, q_len: int) -> torch.Tensor | None:
+    def _keys_behind(self, batch_size: int, q_len: int, window_right: int) -> torch.Tensor | None:
         """The draft mask of queries that attend to keys behind their own; kept, so that CUDA graphs find it again."""
         import torch
 
-        window_right = self._window_right
         if q_len == 1 or window_right == 0:
             return None
         if self._cudnn is not None:
@@ -324,84 +353,78 @@ class BatchDecodePlan(BatchWrapper):
                 f"q_len_per_req: fixed at {self._q_len_per_req} by the first plan with use_cuda_graph; got {q_len}"
             )
 
-    def _replan(
-        self,
-        indptr: torch.Tensor,
-        last_page_len: torch.Tensor | None,
-        kv_lens: torch.Tensor | None,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        window_left: int,
-        q_len: int,
-        fixed_split_size: int | None,
-        disable_split_kv: bool,
-        non_blocking: bool = True,
-    ) -> list[int]:
-        """Computes the schedule on the device and keeps the shape of the batch.
+    def _end(self, plan: DecodePlan, tables: tuple[Any, Any, Any], non_blocking: bool = True) -> list[int]:
+        """Completes a plan: chooses its kernel, and computes its schedule on the device.
 
-        kv_lens take precedence over last_page_len.
+        tables: indptr, last_page_len and lengths or None, on any device; lengths take precedence over last_page_len.
         """
-        self._num_qo_heads, self._num_kv_heads, self._head_dim = num_qo_heads, num_kv_heads, head_dim
-        self._batch_size = indptr.numel() - 1
-        self._drafts = self._keys_behind(self._batch_size, q_len)
-        self._q_len_per_req, self._is_causal = q_len, q_len > 1
-        self._q_shape = self._batch_size * q_len, num_qo_heads, head_dim
-        self._page_shape = (page_size, num_kv_heads) if self._layout == 0 else (num_kv_heads, page_size)
-        self._page_size = page_size
-        self.last_choice = self._planned = self._choose(head_dim)
-        indptr = self._on_device("planned_indptr", indptr, non_blocking)
+        indptr, last_page_len, kv_lens = tables
+        batch_size, heads = indptr.numel() - 1, (plan.num_qo_heads, plan.num_kv_heads)
+        choice = self._choose(plan)
         if kv_lens is not None:
             kv_lens, last_page_len = self._on_device("kv_lens", kv_lens, non_blocking), None
-        info = self._schedule.plan(
-            indptr, last_page_len, kv_lens, self._paged_kv_indices_buf.numel(), num_qo_heads, num_kv_heads, head_dim,
-            page_size, window_left, q_len, fixed_split_size, disable_split_kv, self._planned,
+        plan = plan._replace(
+            batch_size=batch_size, rows=batch_size * plan.q_len, choice=choice,
+            mask=self._keys_behind(batch_size, plan.q_len, plan.window_right),
+            lengths=(self._on_device("planned_indptr", indptr, non_blocking), last_page_len, kv_lens),
+            heads_per_tile=ops.heads_per_tile(choice, batch_size, *heads, plan.q_len, plan.split_kv),
+            head_dim_vo=plan.head_dim, scheduled=None,
         )  # fmt: skip
+        self.last_choice = choice
+        self._plan = plan = self._workspaces.scheduled(plan)
         if self._cudnn is not None:
-            self._plan_cudnn(indptr, last_page_len, kv_lens)
+            self._plan_cudnn(plan)
+        self._set_call(plan, choice)
         self._cached_module = planners.PLANNER if self._use_tensor_cores else planners.DECODE_PLANNER
-        return self._end_plan(info)
+        return self._end_plan([batch_size, plan.q_tiles, plan.num_ctas, plan.split_kv, plan.q_len, plan.window_left])
 
-    def _replan_lengths(
-        self, qo_indptr: Any, kv_indptr: torch.Tensor, kv_lens: torch.Tensor, rows: int, num_qo_heads: int,
-        num_kv_heads: int, page_size: int, head_dim: int, head_dim_vo: int, causal: bool, window_left: int,
-        fixed_split_size: int, disable_split_kv: bool,
-    ) -> list[int]:  # fmt: skip
-        """The plan of `planners.Planner`; all requests have the same number of rows."""
-        return self._replan(
-            kv_indptr, None, kv_lens, num_qo_heads, num_kv_heads, head_dim, page_size, window_left,
-            rows // (kv_indptr.numel() - 1) if kv_indptr.numel() > 1 else 1, fixed_split_size, disable_split_kv,
-        )  # fmt: skip
+    def _set_call(self, plan: DecodePlan, choice: Choice) -> DecodePlan:
+        """Makes this the plan, and the call of the kernel of a choice that runs it."""
+        self._plan = self._call = plan  # cuDNN and a user's variant have no planned call
+        if self._cudnn is None and self._variant is None:
+            if plan.mask is not None or plan.heads_per_tile > 1:  # the request of runs says so, too
+                choice = self._choose(plan, plan.head_dim_vo, exact=True)
+            self._call = ops.plan_run(choice, self.device, functools.partial(check_call, plan), plan)
+        return plan
 
-    def _plan_cudnn(
-        self, indptr: torch.Tensor, last_page_len: torch.Tensor | None, kv_lens: torch.Tensor | None
-    ) -> None:
+    def _plan_lengths(self, fields: dict[str, Any], tables: tuple[Any, Any, Any], rows: int, split: Any) -> list[int]:
+        """The plan of `planners.Planner`. All requests have the same number of rows.
+
+        fields: of the plan; tables: qo_indptr, kv_indptr, lengths; rows: of q; split: fixed_split_size and
+        disable_split_kv.
+        """
+        _, indptr, kv_lens = tables
+        q_len = rows // (indptr.numel() - 1) if indptr.numel() > 1 else 1
+        dims = {"head_dim": fields.pop("head_dim_qk"), "q_len": q_len}
+        del fields["head_dim_vo"], fields["causal"]
+        split_kv = split_kv_of(split[0], fields["page_size"], split[1])
+        return self._end(self._plan._replace(split_kv=split_kv, **dims, **fields), (indptr, None, kv_lens))
+
+    def _plan_cudnn(self, plan: DecodePlan) -> None:
         assert self._cudnn is not None
+        indptr, last_page_len, kv_lens = plan.lengths
         if kv_lens is None:
-            assert last_page_len is not None
             pages = indptr.diff()
-            kv_lens = ((pages - 1) * self._page_size + last_page_len) * (pages > 0)
-        table = self._block_tables
-        most = self._max_kv_len if table is None else table.shape[1] * self._page_size
+            kv_lens = ((pages - 1) * plan.page_size + last_page_len) * (pages > 0)
+        table = plan.block_tables
+        most = self._max_kv_len if table is None else table.shape[1] * plan.page_size
         self._cudnn.plan(
-            constants(self._q_len_per_req, self._batch_size, self.device), int32_index(kv_lens),
-            (self._q_len_per_req, most), indptr, self._paged_kv_indices_buf, self._page_size, None,
+            constants(plan.q_len, plan.batch_size, self.device), int32_index(kv_lens), (plan.q_len, most), indptr,
+            plan.page_indices, plan.page_size, None,
         )  # fmt: skip
 
-    def _choose(self, head_dim_vo: int, scaled: bool = False) -> Choice:
-        """The choice for runs of the planned shape with aligned tensors."""
+    def _choose(self, plan: DecodePlan, head_dim_vo: int = 0, scaled: bool = False, exact: bool = False) -> Choice:
+        """The choice for runs of the planned shape with aligned tensors. exact: with the mask and tiles of the plan."""
+        head_dim_vo = head_dim_vo or plan.head_dim
         if self._variant is not None:
-            self._variant.check(
-                self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type, self._head_dim,
-                head_dim_vo,
-            )  # fmt: skip
-        return planned(
-            ops.BATCH_DECODE, self.device, self._allowed, self._cached_q_data_type, kv_type(self._cached_kv_data_type),
-            self._cached_o_data_type, self._head_dim, head_dim_vo, self._num_qo_heads // self._num_kv_heads,
-            self._page_size, self._pos_encoding_mode, "plain", self._logits_soft_cap > 0.0, scaled, False,
-            LOAD_BYTES, 1, ahead=self._variant is None,
+            self._variant.check(plan.q_dtype, plan.kv_dtype, plan.o_dtype, plan.head_dim, head_dim_vo)
+        facts = Facts(
+            plan.q_dtype, kv_type(plan.kv_dtype), plan.o_dtype, plan.head_dim, head_dim_vo,
+            plan.num_qo_heads // plan.num_kv_heads, plan.page_size, PosEncodingMode(plan.pos_encoding).name,
+            "custom" if exact and plan.mask is not None else "plain", plan.soft_cap > 0.0, scaled,
         )  # fmt: skip
+        heads = plan.heads_per_tile if exact else 1
+        return planned(ops.BATCH_DECODE, self.device, self._allowed, *facts, heads, ahead=self._variant is None)
 
 
 def _copy(buffers: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], non_blocking: bool) -> None:

@@ -102,7 +102,8 @@ def _plan_mixed(wrapper: Callable[..., Any], x: Mapping[str, Any]) -> Any:
     planned = wrapper(device=x["q"].device)
     planned.plan(
         x["qo_indptr"], x["kv_indptr"], x["kv_indices"], x["kv_len_arr"], x["q"].shape[1], kv_heads, dim, dim,
-        page_size, x["causal"], x["sm_scale"], None, x["q"].dtype, x["kv_cache"][0].dtype,
+        page_size, causal=x["causal"], sm_scale=x["sm_scale"], q_data_type=x["q"].dtype,
+        kv_data_type=x["kv_cache"][0].dtype,
     )  # fmt: skip
     return planned
 
@@ -269,7 +270,8 @@ def _plan_batch_pod(wrapper: Callable[..., Any], x: Mapping[str, Any]) -> Any:
     planned.plan(
         x["qo_indptr_p"].cpu(), x["kv_indptr_p"].cpu(), x["kv_indices_p"], x["last_page_len_p"],
         torch.arange(len(x["q_d"]) + 1, dtype=torch.int32), x["kv_indptr_d"].cpu(), x["kv_indices_d"],
-        x["last_page_len_d"], x["q_d"].shape[1], kv_heads, dim, page_size, q_data_type=dtype, kv_data_type=dtype,
+        x["last_page_len_d"], num_qo_heads=x["q_d"].shape[1], num_kv_heads=kv_heads, head_dim=dim, page_size=page_size,
+        q_data_type=dtype, kv_data_type=dtype,
     )  # fmt: skip
     return planned
 
@@ -313,11 +315,12 @@ BATCH_POD = TraceTemplate(
 _OTHERS = ("k_scale", "v_scale", "q_scale", "kv_cache_sf", "kv_cache_sf_p", "kv_cache_sf_d", "variant_args",
            "return_lse")  # fmt: skip
 mixed = plain_calls(MIXED, *_OTHERS)
-pod = plain_calls(
-    POD, *_OTHERS, "custom_mask_p", "packed_custom_mask_p", "kv_layout_p", "pos_encoding_mode_p", "sm_scale_p",
+_OTHERS_POD = (
+    "custom_mask_p", "packed_custom_mask_p", "kv_layout_p", "pos_encoding_mode_p", "sm_scale_p",
     "window_left_p", "return_lse_p", "return_lse_d", "custom_mask_d", "packed_custom_mask_d", "kv_layout_d",
     "pos_encoding_mode_d", "sm_scale_d", "window_left_d",
 )  # fmt: skip
+pod = plain_calls(POD, *_OTHERS, *_OTHERS_POD)
 batch_pod = plain_calls(BATCH_POD, *_OTHERS, "custom_mask_p", "packed_custom_mask_p")
 PLANNED_MIXED: Planned = kept(
     "qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "sm_scale", "causal", "kv_layout", "covered"

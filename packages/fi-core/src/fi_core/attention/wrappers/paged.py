@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import check_length, check_shape, unpack
+from fi_core.attention.contract import check_length, scores, type_fields, unpack
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.log import fi_api
-from fi_core.runtime.errors import blame
 
 if TYPE_CHECKING:
     import torch
 
     Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def _lengths(indptr: Any, last_page_len: Any, seq_lens: Any, page_size: int, device: torch.device) -> torch.Tensor:
+    """The kv_len of each request, on a device."""
+    pages: torch.Tensor = indptr.to(device).diff().long()
+    if seq_lens is not None:
+        return seq_lens.to(device).long().minimum(pages * page_size)  # type: ignore[no-any-return]
+    return ((pages - 1) * page_size + last_page_len.to(device)) * (pages > 0)  # type: ignore[no-any-return]
 
 
 @fi_api
@@ -75,11 +83,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        self._qo_indptr_buf: Any = qo_indptr_buf
-        self._paged_kv_indptr_buf: Any = paged_kv_indptr_buf
-        self._paged_kv_indices_buf: Any = paged_kv_indices_buf
-        self._paged_kv_last_page_len_buf: Any = paged_kv_last_page_len_buf
-        self._block_tables: torch.Tensor | None = None
         buffers = {
             "qo_indptr_buf": qo_indptr_buf,
             "paged_kv_indptr_buf": paged_kv_indptr_buf,
@@ -87,8 +90,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
         }
         super().__init__(
-            float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None, custom_mask_buf, mask_indptr_buf,
-            backend, jit_args, jit_kwargs, variant_owns_mask,
+            float_workspace_buffer, kv_layout, buffers, use_cuda_graph, (custom_mask_buf, mask_indptr_buf), backend,
+            (jit_args, jit_kwargs), variant_owns_mask,
         )  # fmt: skip
 
     def workspace_size(
@@ -207,44 +210,27 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             KeyError: pos_encoding_mode.
             UnsupportedError: the backend does not support the request.
         """
-        self._forget_plan()
         head_dim_vo = head_dim_vo or head_dim_qk
-        check_shape(num_qo_heads, num_kv_heads, page_size, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
-        self._check_batch(qo_indptr, paged_kv_indptr)
-        if paged_kv_last_page_len.numel() != qo_indptr.numel() - 1:
-            raise ValueError(
-                f"paged_kv_last_page_len: length {qo_indptr.numel() - 1} is required, the batch size; "
-                f"got {paged_kv_last_page_len.numel()}"
-            )
-        check_length(self._kv_indptr_last, paged_kv_indices, "paged_kv_indices")
-        if seq_lens is not None and seq_lens.numel() != qo_indptr.numel() - 1:
-            raise ValueError(
-                f"seq_lens: length {qo_indptr.numel() - 1} is required, the batch size; got {seq_lens.numel()}"
-            )
-        self._causal, self._use_fp16_qk_reduction = causal, use_fp16_qk_reduction
-        self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        self._set_types(q_data_type, kv_data_type, o_data_type)
-        self._place("qo_indptr", qo_indptr, non_blocking)
-        self._place("paged_kv_indptr", paged_kv_indptr, non_blocking)
-        self._place("paged_kv_indices", paged_kv_indices, non_blocking)
-        self._place("paged_kv_last_page_len", paged_kv_last_page_len, non_blocking)
-        self._block_tables = block_tables
-
-        def lengths(device: torch.device) -> torch.Tensor:
-            pages = paged_kv_indptr.to(device).diff().long()
-            if seq_lens is not None:
-                return seq_lens.to(device).long().minimum(pages * page_size)
-            return ((pages - 1) * page_size + paged_kv_last_page_len.to(device)) * (pages > 0)
-
-        self._place_mask(custom_mask, packed_custom_mask, (qo_indptr, paged_kv_indptr), lengths, non_blocking)
-        self._place_items(
-            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, non_blocking
-        )
-        self._most = max_token_per_sequence, max_sequence_kv
-        self._replan(
-            self._qo_indptr_buf, self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, seq_lens, num_qo_heads,
-            num_kv_heads, head_dim_qk, head_dim_vo, page_size, causal, window_left, non_blocking,
-            disable_split_kv or (fixed_split_size or 0) > 0,
+        self._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
+        tables = qo_indptr, paged_kv_indptr
+        fields = self._check_batch(*tables, paged_kv_last_page_len=paged_kv_last_page_len, seq_lens=seq_lens)
+        check_length(fields["kv_last"], paged_kv_indices, "paged_kv_indices")
+        fields |= scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        fields |= type_fields(q_data_type, kv_data_type, o_data_type)
+        plan, place = self._plan, functools.partial(self._placed, non_blocking)
+        plan = plan._replace(
+            qo_indptr=place("qo_indptr", plan.qo_indptr, qo_indptr),
+            indptr=place("paged_kv_indptr", plan.indptr, paged_kv_indptr),
+            page_indices=place("paged_kv_indices", plan.page_indices, paged_kv_indices),
+            last_page_len=place("paged_kv_last_page_len", plan.last_page_len, paged_kv_last_page_len),
+            block_tables=block_tables, causal=causal, window_left=window_left, num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo, page_size=page_size, **fields,
+        )  # fmt: skip
+        kv_lens = functools.partial(_lengths, paged_kv_indptr, paged_kv_last_page_len, seq_lens, page_size)
+        self._plan_batch(
+            plan, (*tables, None, seq_lens), (custom_mask, packed_custom_mask, kv_lens),
+            (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
+            (max_token_per_sequence, max_sequence_kv), (fixed_split_size, disable_split_kv), non_blocking,
         )  # fmt: skip
 
     begin_forward = plan
@@ -309,37 +295,17 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
                 CPU; on CUDA with FI_CHECK=1 at import, which synchronises.
             KeyError: the container of the cache.
         """
-        if window_left is not None and not (isinstance(window_left, int) and window_left == self._window_left):
-            raise ValueError(f"window_left: {self._window_left} was planned; got {window_left}")
-        k, v = unpack(paged_kv_cache, self._kv_layout)
-        try:
-            self._check_query(q, k, v, kv_cache_sf)
-        except (AttributeError, IndexError, RuntimeError) as error:
-            blame(error, q=q, paged_kv_cache=k)
-        _, second, third, _ = k.shape
-        page_size, kv_heads = (second, third) if self._layout == 0 else (third, second)
-        if page_size != self._page_size or kv_heads != self._num_kv_heads:
-            raise ValueError(
-                f"paged_kv_cache: page_size {self._page_size} and {self._num_kv_heads} kv heads were planned; "
-                f"got shape {tuple(k.shape)} ({self._kv_layout})"
-            )
+        plan = self._plan if self._call is not None else self._ready()
+        if window_left is not None and not (isinstance(window_left, int) and window_left == plan.window_left):
+            raise ValueError(f"window_left: {plan.window_left} was planned; got {window_left}")
+        k: Any = paged_kv_cache
+        v = None
+        if getattr(k, "ndim", 0) != 5:  # else the op takes the halves
+            k, v = unpack(k, self._kv_layout)
         return self._attend(
-            q,
-            k,
-            v,
-            args,
-            q_scale,
-            k_scale,
-            v_scale,
-            out,
-            lse,
-            return_lse,
-            lse_base,
-            lse_layout,
-            enable_pdl,
-            sinks,
-            kv_cache_sf,
-        )
+            q, k, v, args, (q_scale, k_scale, v_scale), (out, lse, return_lse), (lse_base, lse_layout),
+            enable_pdl=enable_pdl, sinks=sinks, kv_cache_sf=kv_cache_sf,
+        )  # fmt: skip
 
     def run_return_lse(self, q: torch.Tensor, paged_kv_cache: Cache, *args: Any, **options: Any) -> Any:
         """`run` with return_lse: (out, lse)."""
@@ -364,6 +330,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         return_lse: bool = False,
     ) -> Any:
         """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
-        self._causal, self._use_fp16_qk_reduction = causal, use_fp16_qk_reduction
-        self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        options = scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        self._change(causal=causal, window_left=window_left, **options)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)

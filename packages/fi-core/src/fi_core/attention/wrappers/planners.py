@@ -7,7 +7,9 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import data_types
+from fi_core.attention.contract import scores, type_fields
+from fi_core.attention.ops.decode import BALANCED
+from fi_core.attention.schedule import split_kv_of
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import PlanError
 
@@ -79,11 +81,12 @@ class Planner:
         wrapper = owner(int_workspace_buffer)
         head_dims = {"head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo}
         wrapper._begin_plan(num_qo_heads, num_kv_heads, page_size, **head_dims)
-        info: list[int] = wrapper._replan_lengths(
-            qo_indptr, kv_indptr, kv_len_arr, total_num_rows, num_qo_heads, num_kv_heads, page_size, head_dim_qk,
-            head_dim_vo, causal, window_left, fixed_split_size, disable_split_kv,
-        )  # fmt: skip
-        return info
+        fields = {
+            "num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "page_size": page_size, "causal": causal,
+            "window_left": window_left, **head_dims,
+        }  # fmt: skip
+        tables, split = (qo_indptr, kv_indptr, kv_len_arr), (fixed_split_size, disable_split_kv)
+        return wrapper._plan_lengths(fields, tables, total_num_rows, split)  # type: ignore[no-any-return]
 
     def run(self, wrapper: Any, *args: Any, **options: Any) -> Any:
         return wrapper.run(*args, **options)
@@ -126,12 +129,11 @@ class DecodePlanner:
         """
         wrapper = owner(int_workspace_buffer)
         wrapper._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim_qk)
-        wrapper._logits_soft_cap = logits_soft_cap
-        info: list[int] = wrapper._replan(
-            indptr, wrapper._paged_kv_last_page_len_buf, None, num_qo_heads, num_kv_heads, head_dim_qk, page_size,
-            window_left, 1, None, False,
+        plan = wrapper._plan._replace(
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim_qk, page_size=page_size, q_len=1,
+            window_left=window_left, soft_cap=logits_soft_cap or 0.0, split_kv=BALANCED,
         )  # fmt: skip
-        return info
+        return wrapper._end(plan, (indptr, plan.last_page_len, None))  # type: ignore[no-any-return]
 
     def run(self, wrapper: Any, *args: Any, **options: Any) -> Any:
         return wrapper.run(*args, **options)
@@ -195,19 +197,19 @@ def fast_decode_plan(
         raise RuntimeError("fast_decode_plan: call plan once before")
     self._forget_plan()
     self._check_table(indptr, indices, last_page_len, None, page_size, q_len_per_req)
+    plan = self._plan
     if not self._use_cuda_graph:
-        self._paged_kv_indptr_buf, self._paged_kv_indices_buf = indptr, indices
-        self._paged_kv_last_page_len_buf = last_page_len
-    dtypes = data_types(q_data_type, kv_data_type, None, data_type)
-    self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-    self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type = dtypes
-    self._window_right = 0
+        plan = plan._replace(indptr=indptr, page_indices=indices, last_page_len=last_page_len)
+    plan = plan._replace(
+        num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size,
+        q_len=q_len_per_req, window_left=window_left, window_right=0,
+        **type_fields(q_data_type, kv_data_type, None, data_type),
+        **scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta),
+    )  # fmt: skip
     try:
         self._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
-        self._replan(
-            self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf, None, num_qo_heads, num_kv_heads, head_dim,
-            page_size, window_left, q_len_per_req, fixed_split_size, disable_split_kv, non_blocking,
-        )  # fmt: skip
+        plan = plan._replace(split_kv=split_kv_of(fixed_split_size, page_size, disable_split_kv))
+        self._end(plan, (plan.indptr, plan.last_page_len, None), non_blocking)
     except ValueError as error:
         raise PlanError(f"Error in standard plan: {error}") from error
 

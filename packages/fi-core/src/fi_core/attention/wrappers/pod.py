@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from fi_core.attention.custom import derived_scalars
 from fi_core.attention.forms.single_prefill import single_prefill_with_kv_cache
 from fi_core.attention.forms.tables_prefill import attend_once
 from fi_core.attention.ops.prefill import BATCH_PREFILL
-from fi_core.attention.ops.request import alignment
+from fi_core.attention.ops.request import Facts, alignment
 from fi_core.attention.variant import VariantCall
 from fi_core.attention.wrappers import mixed_trace
 from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
@@ -42,16 +43,45 @@ def _attend(
     variant.check(q.dtype, k.dtype, variant.dtypes[2], q.shape[-1], v.shape[-1])
     out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=variant.dtypes[2])
     choice = planned(
-        BATCH_PREFILL, q.device, variant.backend(q.device), q.dtype, k.dtype, out.dtype, q.shape[2], v.shape[2],
-        q.shape[1] // max(1, k.shape[1 - layout]), 0, "ROPE_LLAMA" if variant.rope else "NONE", "plain", False, False,
-        False, alignment(q, k, v, out), ahead=False,
+        BATCH_PREFILL, q.device, variant.backend(q.device),
+        *Facts(
+            q.dtype, k.dtype, out.dtype, q.shape[2], v.shape[2], q.shape[1] // max(1, k.shape[1 - layout]), 0,
+            "ROPE_LLAMA" if variant.rope else "NONE", alignment=alignment(q, k, v, out),
+        ), ahead=False,
     )  # fmt: skip
     extras = variant.extras(q, given, {}, derived_scalars(q.shape[2] ** -0.5 if sm_scale is None else sm_scale))
     attend_once(
-        out, None, q, k, v, layout, 1, pages_per_request=k.shape[layout], pos_encoding_mode=encoding, backend="fa2",
+        out, None, q, k, v, layout, 1, pages_per_request=k.shape[layout], pos_encoding=encoding, backend="fa2",
         variant=VariantCall(variant.on(q.device, choice.implementation), extras), **options,
     )  # fmt: skip
     return out
+
+
+def _refuse(**masks: Any) -> None:
+    """Raises NotImplementedError for a mask of decode."""
+    for name, mask in masks.items():
+        if mask is not None:
+            raise unsupported(name, mask, "use BatchPrefillWithPagedKVCacheWrapper for decode rows with masks")
+
+
+def _check_dimensions(**tensors: torch.Tensor) -> None:
+    for name, x in tensors.items():
+        if x.ndim != 3:
+            raise ValueError(f"{name}: 3 dimensions are required; got shape {tuple(x.shape)}")
+
+
+def _attend_request(
+    variant: CustomAttention | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Sequence[Any],
+    options: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Prefill of one request. given: tensors and scalars of a variant; options: of single_prefill_with_kv_cache."""
+    if variant is None:
+        return single_prefill_with_kv_cache(q, k, v, **options)
+    for name in ("kv_cache_sf", "custom_mask", "packed_custom_mask"):
+        if options[name] is not None:
+            raise unsupported(f"{name}_p", None, "pass it to the variant as one of its tensors")
+    used = {name: options[name] for name in ("causal", "window_left", "num_ctas")}
+    return _attend(variant, q, k, v, given, options["kv_layout"], options["sm_scale"], **used)
 
 
 @fi_api
@@ -192,46 +222,27 @@ class PODWithPagedKVCacheWrapper:
             NotImplementedError: masks of decode; masks and kv_cache_sf_p with a variant.
             Other errors are those of the two functions.
         """
-        for name, mask in (("custom_mask_d", custom_mask_d), ("packed_custom_mask_d", packed_custom_mask_d)):
-            if mask is not None:
-                raise unsupported(name, mask, "use BatchPrefillWithPagedKVCacheWrapper for decode rows with masks")
+        _refuse(custom_mask_d=custom_mask_d, packed_custom_mask_d=packed_custom_mask_d)
         if self._decode._plan_info is None:
             raise self._decode._no_plan()
         _, v_d = unpack(paged_kv_cache_d, self._decode._kv_layout, "paged_kv_cache_d")
         out_d = q_d.new_empty(*q_d.shape[:-1], row_elements(v_d), dtype=self._decode._cached_o_data_type)
-        for name, x in (("q_p", q_p), ("k_p", k_p), ("v_p", v_p)):
-            if x.ndim != 3:
-                raise ValueError(f"{name}: 3 dimensions are required; got shape {tuple(x.shape)}")
+        _check_dimensions(q_p=q_p, k_p=k_p, v_p=v_p)
         kv_len, dims = k_p.shape[code(LAYOUTS, kv_layout_p, "kv_layout_p")], q_p.shape[2] + row_elements(v_p)
         ctas = divide(self._decode, v_d, operations(q_p.shape[1], dims, bool(causal_p), [(q_p.shape[0], kv_len)]))
         extra = (*args, *variant_args)
-
-        def prefill() -> Any:
-            if self._variant is not None:
-                if kv_cache_sf_p is not None:
-                    raise unsupported("kv_cache_sf_p", None, "pass the scales to the variant as one of its tensors")
-                for name, mask in (("custom_mask_p", custom_mask_p), ("packed_custom_mask_p", packed_custom_mask_p)):
-                    if mask is not None:
-                        raise unsupported(name, mask, "pass it to the variant as one of its tensors")
-                options = {"causal": causal_p, "window_left": window_left_p, "num_ctas": ctas}
-                return _attend(self._variant, q_p, k_p, v_p, extra, kv_layout_p, sm_scale_p, **options)
-            return single_prefill_with_kv_cache(
-                q_p, k_p, v_p, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p, causal=causal_p,
-                kv_layout=kv_layout_p, pos_encoding_mode=pos_encoding_mode_p, sm_scale=sm_scale_p,
-                window_left=window_left_p, rope_scale=rope_scale_p, rope_theta=rope_theta_p, num_ctas=ctas,
-                k_scale=None if kv_cache_sf_p is None else k_scale, v_scale=None if kv_cache_sf_p is None else v_scale,
-                kv_cache_sf=kv_cache_sf_p,
-            )  # fmt: skip
-
-        out_p = side_by_side(
-            ctas,
-            self._decode.device,
-            prefill,
-            lambda: self._decode.run(
-                q_d, paged_kv_cache_d, *extra, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out_d,
-                enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf_d,
-            ),
+        options: dict[str, Any] = {
+            "custom_mask": custom_mask_p, "packed_custom_mask": packed_custom_mask_p, "causal": causal_p,
+            "kv_layout": kv_layout_p, "pos_encoding_mode": pos_encoding_mode_p, "sm_scale": sm_scale_p,
+            "window_left": window_left_p, "rope_scale": rope_scale_p, "rope_theta": rope_theta_p, "num_ctas": ctas,
+            "kv_cache_sf": kv_cache_sf_p, **({} if kv_cache_sf_p is None else {"k_scale": k_scale, "v_scale": v_scale}),
+        }  # fmt: skip
+        decode = functools.partial(
+            self._decode.run, q_d, paged_kv_cache_d, *extra, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+            out=out_d, enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf_d,
         )  # fmt: skip
+        prefill = functools.partial(_attend_request, self._variant, q_p, k_p, v_p, extra, options)
+        out_p = side_by_side(ctas, self._decode.device, prefill, decode)
         return out_p, out_d
 
     forward = run

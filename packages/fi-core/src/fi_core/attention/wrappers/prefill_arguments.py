@@ -1,13 +1,17 @@
-"""Arguments of batch prefill: backends, the base and layout of lse, the buffers of CUDA graphs."""
+"""Arguments of batch prefill: backends, the base and layout of lse, the buffers of CUDA graphs, what a plan fixes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import check_graph_buffer
+from fi_core.attention.contract import check_graph_buffer, check_nvfp4, row_elements, unpack
+from fi_core.attention.schedule import PrefillPlan
+from fi_core.attention.wrappers.base import check_results
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
 # Names of other libraries' kernels with the same semantics mean "auto".
 BACKENDS = {name: name for name in ("auto", "fa2", "fa3", "cudnn")} | {"trtllm-gen": "auto", "cutlass": "auto"}
@@ -41,3 +45,59 @@ def fixed_batch_size(buffers: Mapping[str, Any]) -> int:
         if len(buffer) != length and not name.endswith("indices_buf"):
             raise ValueError(f"{name}: length {length} is required, since qo_indptr_buf has {rows}; got {len(buffer)}")
     return rows - 1
+
+
+def check_rows(plan: PrefillPlan, graph: bool, q: torch.Tensor) -> None:
+    """Raises unless q has the planned shape; with a CUDA graph it may have more rows."""
+    rows, shape = plan.rows, q.shape
+    fits = rows is None or shape[0] == rows or (graph and shape[0] > rows)
+    if len(shape) != 3 or not fits or shape[1] != plan.num_qo_heads or shape[2] != plan.head_dim_qk:
+        first = "any" if rows is None else rows
+        raise ValueError(
+            f"q: shape ({first}, {plan.num_qo_heads}, {plan.head_dim_qk}) was planned (qo_indptr[-1] rows); "
+            f"got {tuple(q.shape)}"
+        )
+
+
+def check_call(plan: PrefillPlan, graph: bool, out: Any, lse: Any, q: Any, k: Any, v: Any, *rest: Any) -> None:
+    """Raises the error that names the argument of a run that differs from its plan. rest: those of batch_prefill."""
+    layout = "HND" if plan.kv_layout else "NHD"
+    if v is None:
+        k, v = unpack(k, layout)
+    if q.dtype is not plan.q_dtype:
+        raise ValueError(f"q: q_data_type {plan.q_dtype} was planned; got {q.dtype}")
+    if k.dtype is not plan.kv_dtype or v.dtype is not k.dtype:
+        raise ValueError(
+            f"k and v (paged_kv_cache): kv_data_type {plan.kv_dtype} was planned; got {k.dtype} and {v.dtype}"
+        )
+    *_, scales = rest
+    check_nvfp4(scales, k, "k (paged_kv_cache)")
+    check_rows(plan, graph, q)
+    if row_elements(v) != plan.head_dim_vo:
+        raise ValueError(f"v: head_dim_vo {plan.head_dim_vo} was planned; got shape {tuple(v.shape)}")
+    tokens, heads = k.shape[-3:-1] if plan.kv_layout == 0 else (k.shape[-2], k.shape[-3])
+    if plan.page_indices is None and (heads != plan.num_kv_heads or tokens < plan.kv_tokens):
+        raise ValueError(
+            f"k: {plan.num_kv_heads} heads and {plan.kv_tokens} tokens were planned (kv_indptr[-1]); "
+            f"got shape {tuple(k.shape)} ({layout})"
+        )
+    if plan.page_indices is not None and (tokens, heads) != (plan.page_size, plan.num_kv_heads):
+        raise ValueError(
+            f"paged_kv_cache: page_size {plan.page_size} and {plan.num_kv_heads} kv heads were planned; "
+            f"got shape {tuple(k.shape)} ({layout})"
+        )
+    check_results(q, (*q.shape[:2], plan.head_dim_vo), plan.out_dtype, out, None)
+
+
+def variant_tensors(plan: PrefillPlan, k_scales: Any, v_scales: Any) -> dict[str, Any]:
+    """The tensors that a user's variant may declare and that a run does not give."""
+    custom = plan.mask if plan.items is None else None
+    return {
+        "maybe_custom_mask": custom,
+        "maybe_mask_indptr": None if custom is None else plan.mask_indptr,
+        "maybe_prefix_len_ptr": plan.prefix_len,
+        "maybe_token_pos_in_items_ptr": None if plan.items is None else plan.items.view(-1),
+        "maybe_max_item_len_ptr": plan.longest_item,
+        "maybe_k_cache_sf": k_scales,
+        "maybe_v_cache_sf": v_scales,
+    }

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import check_shape, unsupported
+from fi_core.attention.contract import scores, type_fields, unsupported
+from fi_core.attention.schedule import PrefillPlan
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.log import fi_api
@@ -48,12 +49,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        self._qo_indptr_buf: Any = qo_indptr_buf
-        self._kv_indptr_buf: Any = kv_indptr_buf
         buffers = {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf}
         super().__init__(
-            float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None, custom_mask_buf, mask_indptr_buf,
-            backend, jit_args, jit_kwargs, variant_owns_mask,
+            float_workspace_buffer, kv_layout, buffers, use_cuda_graph, (custom_mask_buf, mask_indptr_buf), backend,
+            (jit_args, jit_kwargs), variant_owns_mask,
         )  # fmt: skip
 
     def workspace_size(
@@ -131,38 +130,35 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         Raises:
             NotImplementedError: another v_indptr or o_indptr.
         """
-        self._forget_plan()
         head_dim_vo = head_dim_vo or head_dim_qk
-        check_shape(num_qo_heads, num_kv_heads, 1, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
+        self._begin_plan(num_qo_heads, num_kv_heads, 1, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
         _require_same("v_indptr", v_indptr, "kv_indptr", kv_indptr)
         _require_same("o_indptr", o_indptr, "qo_indptr", qo_indptr)
-        self._check_batch(qo_indptr, kv_indptr)
-        self._causal, self._use_fp16_qk_reduction = causal, use_fp16_qk_reduction
-        self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        self._set_types(q_data_type, kv_data_type, o_data_type)
-        self._place("qo_indptr", qo_indptr, non_blocking)
-        self._place("kv_indptr", kv_indptr, non_blocking)
-        self._place_mask(
-            custom_mask, packed_custom_mask, (qo_indptr, kv_indptr), lambda device: kv_indptr.to(device).diff(),
-            non_blocking,
+        fields = self._check_batch(qo_indptr, kv_indptr)
+        fields |= scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        fields |= type_fields(q_data_type, kv_data_type, o_data_type)
+        plan = self._plan
+        plan = plan._replace(
+            qo_indptr=self._placed(non_blocking, "qo_indptr", plan.qo_indptr, qo_indptr),
+            indptr=self._placed(non_blocking, "kv_indptr", plan.indptr, kv_indptr),
+            causal=causal, window_left=window_left,
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo,
+            **fields,
         )  # fmt: skip
-        self._place_items(
-            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, non_blocking
-        )
-        self._most = max_token_per_sequence, max_sequence_kv
-        self._replan(
-            self._qo_indptr_buf, self._kv_indptr_buf, None, None, num_qo_heads, num_kv_heads, head_dim_qk,
-            head_dim_vo, 1, causal, window_left, non_blocking,
-            disable_split_kv or (fixed_split_size or 0) > 0,
+        self._plan_batch(
+            plan, (qo_indptr, kv_indptr, None, None),
+            (custom_mask, packed_custom_mask, lambda device: kv_indptr.to(device).diff()),
+            (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
+            (max_token_per_sequence, max_sequence_kv), (fixed_split_size, disable_split_kv), non_blocking,
         )  # fmt: skip
 
     begin_forward = plan
 
-    def _out_dtype(self) -> torch.dtype:
+    def _out_dtype(self, plan: PrefillPlan) -> Any:
         """The dtype of the output: the planned one; instead of an fp8 dtype that of q, or bf16 if q is fp8 as well."""
         import torch
 
-        for planned in (self._cached_o_data_type, self._cached_q_data_type):
+        for planned in (plan.o_dtype, plan.q_dtype):
             if planned is not None and planned.itemsize > 1:
                 return planned
         return torch.bfloat16
@@ -209,21 +205,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         """
         if o_scale is not None and not (isinstance(o_scale, (int, float)) and o_scale == 1.0):
             raise unsupported("o_scale", o_scale, "multiply v_scale by what the output is to be scaled by")
+        if self._call is None:
+            self._ready()
         try:
             if k.ndim != 3 or v.ndim != 3:
                 raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
-            self._check_query(q, k, v, kv_cache_sf)
-        except (AttributeError, IndexError, RuntimeError) as error:
+        except AttributeError as error:
             blame(error, q=q, k=k, v=v)
-        tokens, heads = (k.shape[0], k.shape[1]) if self._layout == 0 else (k.shape[1], k.shape[0])
-        if heads != self._num_kv_heads or tokens < self._kv_tokens:
-            raise ValueError(
-                f"k: {self._num_kv_heads} heads and {self._kv_tokens} tokens were planned (kv_indptr[-1]); "
-                f"got shape {tuple(k.shape)} ({self._kv_layout})"
-            )
         return self._attend(
-            q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl,
-            self._sinks, kv_cache_sf,
+            q, k, v, args, (q_scale, k_scale, v_scale), (out, lse, return_lse), (lse_base, lse_layout),
+            enable_pdl=enable_pdl, sinks=self._sinks, kv_cache_sf=kv_cache_sf,
         )  # fmt: skip
 
     def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -248,8 +239,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         return_lse: bool = False,
     ) -> Any:
         """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
-        self._causal, self._use_fp16_qk_reduction = causal, use_fp16_qk_reduction
-        self._set_scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        options = scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        self._change(causal=causal, window_left=window_left, **options)
         return self.run(q, k, v, return_lse=return_lse)
 
 

@@ -175,7 +175,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
         """
         unique = self._unique
         if unique._plan_info is not None:
-            unique._causal, unique._sm_scale = bool(causal), sm_scale
+            unique._change(causal=bool(causal), sm_scale=sm_scale)
         return self._forward(q, k_shared, v_shared, unique_kv_cache, sm_scale=sm_scale)  # type: ignore[no-any-return]
 
     forward = run

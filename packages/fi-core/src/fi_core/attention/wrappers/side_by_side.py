@@ -70,11 +70,11 @@ def divide(decode: BatchDecodeWithPagedKVCacheWrapper, v: torch.Tensor, prefill_
 
     Decode gets another schedule where its number of CTAs changes, which happens on the device.
     """
-    elements, row_bytes = row_elements(v), v.shape[-1] * v.dtype.itemsize
-    token_bytes = decode._num_kv_heads * (decode._head_dim + elements) * row_bytes / elements
-    tokens = decode._paged_kv_indices_buf.numel() * decode._page_size
+    elements, row_bytes, plan = row_elements(v), v.shape[-1] * v.dtype.itemsize, decode._plan
+    token_bytes = plan.num_kv_heads * (plan.head_dim + elements) * row_bytes / elements
+    tokens = plan.page_indices.numel() * plan.page_size
     ctas = prefill_ctas(decode.device, tokens * token_bytes, prefill_operations)
-    decode._schedule.limit_ctas(multiprocessors_of(decode.device) - ctas if ctas else MAX_RANGES)
+    decode._change(most_ctas=multiprocessors_of(decode.device) - ctas if ctas else MAX_RANGES)
     return ctas
 
 

@@ -276,7 +276,7 @@ def _scale(wrapper: Any) -> float:
 
 
 def _has_mask(wrapper: Any) -> bool:
-    return wrapper._custom_mask_buf is not None or wrapper._items is not None
+    return wrapper._plan.kept != "plain"  # type: ignore[no-any-return]
 
 
 _PLANNED: Planned = {
@@ -295,8 +295,8 @@ _PAGES: Planned = {
 PLANNED_DECODE: Planned = {
     **_PLANNED,
     **_PAGES,
-    "seq_lens": lambda wrapper: wrapper._schedule.tables[2],
-    "has_mask": lambda wrapper: wrapper._drafts is not None,
+    "seq_lens": lambda wrapper: wrapper._plan.lengths[2],
+    "has_mask": lambda wrapper: wrapper._plan.mask is not None,
     "q_len_per_req": "_q_len_per_req",
     "o_data_type": "_cached_o_data_type",
 }
@@ -305,7 +305,7 @@ _PREFILL: Planned = {
     "qo_indptr": "_qo_indptr_buf",
     "causal": "_causal",
     "has_mask": _has_mask,
-    "o_data_type": lambda wrapper: wrapper._out_dtype(),
+    "o_data_type": lambda wrapper: wrapper._plan.out_dtype,
 }
 PLANNED_PAGED: Planned = {**_PREFILL, **_PAGES, "seq_lens": "_kv_lens_buffer"}
 PLANNED_RAGGED: Planned = {**_PREFILL, "kv_indptr": "_kv_indptr_buf", "sinks": "_sinks"}

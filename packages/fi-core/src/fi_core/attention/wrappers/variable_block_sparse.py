@@ -17,6 +17,28 @@ if TYPE_CHECKING:
     import torch
 
 
+def _check_sizes(mask: torch.Tensor, row_sz: torch.Tensor, col_sz: torch.Tensor, num_kv_heads: int) -> None:
+    """Raises ValueError unless there is a size for each row and column of blocks of each kv head."""
+    heads, *grid = mask.shape if mask.ndim == 3 else (0, 0, 0)
+    for name, sizes, blocks in (("block_row_sz", row_sz, grid[0]), ("block_col_sz", col_sz, grid[1])):
+        wanted = (num_kv_heads, blocks)
+        if tuple(sizes.shape) != wanted or heads != num_kv_heads:
+            raise ValueError(
+                f"{name}: shape {wanted} is required, by num_kv_heads and block_mask_map of shape "
+                f"{tuple(mask.shape)}; got {tuple(sizes.shape)}"
+            )
+
+
+def _total(name: str, sizes: torch.Tensor) -> int:
+    """The sum of the sizes of a kv head. Raises ValueError unless all have the same."""
+    sums = sizes.double().sum(1)  # of int64 it may wrap
+    if not len(sums) or not ((sums == sums[0]).all() and (sizes >= 0).all() and sums[0] < 1 << 31):
+        raise ValueError(
+            f"{name}: sizes with the same sum below 2^31 for each kv head are required; got the sums {sums.tolist()}"
+        )
+    return int(sums[0])
+
+
 @fi_api
 class VariableBlockSparseAttentionWrapper:
     """Attention over the blocks of keys that a mask of blocks selects for each kv head; blocks may differ in size.
@@ -74,29 +96,13 @@ class VariableBlockSparseAttentionWrapper:
 
         self._prefill._forget_plan()
         check_shape(num_qo_heads, num_kv_heads, 1, head_dim=head_dim)
-        heads, *grid = block_mask_map.shape if block_mask_map.ndim == 3 else (0, 0, 0)
-        for name, sizes, blocks in (("block_row_sz", block_row_sz, grid[0]), ("block_col_sz", block_col_sz, grid[1])):
-            wanted = (num_kv_heads, blocks)
-            if tuple(sizes.shape) != wanted or heads != num_kv_heads:
-                raise ValueError(
-                    f"{name}: shape {wanted} is required, by num_kv_heads and block_mask_map of shape "
-                    f"{tuple(block_mask_map.shape)}; got {tuple(sizes.shape)}"
-                )
+        _check_sizes(block_mask_map, block_row_sz, block_col_sz, num_kv_heads)
         try:
             rows, columns, mask = block_row_sz.cpu().long(), block_col_sz.cpu().long(), block_mask_map != 0
             mask = mask if mask.device == self._prefill.device else mask.cpu()
         except (RuntimeError, NotImplementedError) as error:
             blame(error, block_mask_map=block_mask_map, block_row_sz=block_row_sz, block_col_sz=block_col_sz)
-        lengths = []
-        for name, sizes in (("block_row_sz", rows), ("block_col_sz", columns)):
-            sums = sizes.double().sum(1)  # of int64 it may wrap
-            if not len(sums) or not ((sums == sums[0]).all() and (sizes >= 0).all() and sums[0] < 1 << 31):
-                raise ValueError(
-                    f"{name}: sizes with the same sum below 2^31 for each kv head are required; got the sums "
-                    f"{sums.tolist()}"
-                )
-            lengths.append(int(sums[0]))
-        qo_len, kv_len = lengths
+        qo_len, kv_len = _total("block_row_sz", rows), _total("block_col_sz", columns)
         page_size = math.gcd(*columns.flatten().tolist()) or 1
         pages = kv_len // page_size  # of a kv head
         block_of_page = torch.repeat_interleave(
@@ -165,7 +171,7 @@ class VariableBlockSparseAttentionWrapper:
         k, v = (x.contiguous().view(heads * kv_len // page_size, page_size, 1, x.shape[2]) for x in (k, v))
         as_result = None
         if out is not None and out.shape != rows.shape and out.shape == (*q.shape[:2], v.shape[-1]):
-            check_shape_dtype_device(out, tuple(out.shape), self._prefill._out_dtype(), q.device, "out")
+            check_shape_dtype_device(out, tuple(out.shape), self._prefill._plan.out_dtype, q.device, "out")
             _check_writable(out, "out")
             as_result, out = out, None
         found = self._prefill.run(rows, (k, v), out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl)

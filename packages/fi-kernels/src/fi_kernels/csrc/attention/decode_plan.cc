@@ -93,8 +93,8 @@ void decode_plan(const Kernel& kernel, const DecodePlanArgs& a) {
   p.batch = static_cast<int32_t>(batch);
   p.page_size = static_cast<int32_t>(a.page_size);
   p.q_tiles = static_cast<int32_t>(a.q_tiles);
-  p.q_len = static_cast<int32_t>(a.q_len);
-  p.window_left = static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(a.window_left, -1), largest));
+  p.queries = {static_cast<int32_t>(a.q_len),
+               static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(a.window_left, -1), largest))};
   p.num_ctas = static_cast<int32_t>(a.num_ctas);
   p.num_ranges = static_cast<int32_t>(a.num_ranges);
   p.split_kv = static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(a.split_kv, -1), 1 << 24));

@@ -111,7 +111,7 @@ void prefill_plan(const Kernel& kernel, const PrefillPlanArgs& a) {
   p.page_size = in_range(a.page_size, 1, "page_size");
   p.pages_per_request = in_range(a.pages_per_request, 0, "pages_per_request");
   p.max_tiles = static_cast<int32_t>(std::min(capacity, largest));
-  p.tile_tokens = in_range(a.q_tile_tokens, 1, "q_tile_tokens");
+  p.tile_tokens = in_range(a.tile_tokens, 1, "tile_tokens");
   p.kv_tile = 128;
   p.kv_heads = in_range(a.num_kv_heads, 0, "num_kv_heads");
   p.short_tile_tokens = in_range(a.short_tile_tokens, 0, "short_tile_tokens");

@@ -79,7 +79,7 @@ void run_cpu(const SingleAttentionParams& params, const Variant::Arguments& argu
       // First, last, second, ...: under a causal mask each thread's share then costs about the same.
       const int32_t first = (t % 2 ? tiles - 1 - t / 2 : t / 2) * tile_rows,
                     rows = std::min(tile_rows, p.rows() - first);
-      const KeyRange all = keys_of(p.mask, first / p.group_size, (first + rows - 1) / p.group_size);
+      const KeyRange all = keys_of(p.mask, first / p.group(), (first + rows - 1) / p.group());
       const KeyRange keys = split_keys(all, split, params.num_splits);
       heads = std::min<int64_t>({most, p.kv_heads - kv_head, end - work_tile});
       tile.attend(p, TokenPages::one(), variant, kv_head, first, rows, keys.begin, keys.end,

@@ -59,6 +59,28 @@ inline void check_dtypes(const Tensor& q, const Tensor& k, const Tensor& v, cons
   out.is({kF16, kBF16, kF32, kE4M3, kE5M2}).on(q);
 }
 
+// Keys and values: two tensors, or the halves of a cache that has an axis of 2 behind the pages. It must not move.
+struct KvCache {
+  DLTensor half[2];
+  int64_t sizes[2][8];
+  Tensor k, v;
+
+  KvCache(const Tensor& keys, const OptionalTensor& values) : k(keys), v(values) {
+    if (values) return;
+    FI_CHECK(keys.ndim() == 5 && keys.size(1) == 2, ValueError,
+             "%s must have shape [pages, 2, ...] where v is None; got %s", keys.name(), keys.shape_str().c_str());
+    for (int side = 0; side < 2; ++side) {
+      DLTensor& t = half[side] = *keys.dlpack();
+      t.ndim = 4, t.shape = sizes[side], t.strides = sizes[side] + 4;
+      t.byte_offset += static_cast<uint64_t>(side * keys.stride(1) * keys.dtype().bytes());
+      for (int i = 0; i < 4; ++i) t.shape[i] = keys.size(i + (i > 0)), t.strides[i] = keys.stride(i + (i > 0));
+    }
+    k = Tensor(&half[0], "k"), v = Tensor(&half[1], "v");
+  }
+  KvCache(const KvCache&) = delete;
+  KvCache& operator=(const KvCache&) = delete;
+};
+
 // The sizes that every attention op binds by its shapes.
 struct AttentionDims {
   Dim qo_heads{"num_qo_heads"}, kv_heads{"num_kv_heads"}, head_dim_qk{"head_dim_qk"}, head_dim_vo{"head_dim_vo"};
@@ -127,15 +149,14 @@ void fill_attention(AttentionProblem& p, const Args& a, const Tensor& k, const T
   p.out_head = a.out.stride(-2);
   p.qo_heads = static_cast<int32_t>(dims.qo_heads);
   p.kv_heads = static_cast<int32_t>(dims.kv_heads);
-  p.group_size = static_cast<int32_t>(dims.qo_heads / dims.kv_heads);
-  p.group_divisor = divisor(static_cast<uint32_t>(std::max(p.group_size, 1)));
+  p.group_size = divisor(static_cast<uint32_t>(std::max<int64_t>(dims.qo_heads / dims.kv_heads, 1)));
   p.head_dim_qk = static_cast<int32_t>(dims.head_dim_qk);
   p.head_dim_vo = static_cast<int32_t>(dims.head_dim_vo);
   p.out_type = out_type(a.out.dtype());
-  p.out_scale = static_cast<float>(a.v_scale);
+  p.out_scale = static_cast<float>(a.out_scale);
   p.mask.window_left = static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(a.window_left, -1), 0x7fffffff));
-  p.scores = {static_cast<float>(a.sm_scale), static_cast<float>(a.logits_soft_cap), a.pos_encoding_mode == kAlibi};
-  if (a.pos_encoding_mode == kRopeOnTheFly) p.rotary = rotary(dims.head_dim_qk, a.rope_scale, a.rope_theta);
+  p.scores = {static_cast<float>(a.sm_scale), static_cast<float>(a.soft_cap), a.pos_encoding == kAlibi};
+  if (a.pos_encoding == kRopeOnTheFly) p.rotary = rotary(dims.head_dim_qk, a.rope_scale, a.rope_theta);
 }
 
 // Whether rows of q, k and v begin at multiples of one load: 8 elements, in two loads of 16 bytes for fp32.
@@ -184,8 +205,8 @@ Request attention_request(const Args& a, const Tensor& k, const Tensor& v, bool 
   r.head_dim_vo = v.size_or_0(-1) * (nvfp4 ? 2 : 1);
   r.group_size = whole && kv_heads > 0 ? a.q.size(-2) / kv_heads : 0;
   r.page_size = paged ? k.size_or_0(nhd ? 1 : 2) : 0;
-  r.pos_encoding = static_cast<typename Request::PosEncoding>(a.pos_encoding_mode);
-  r.soft_cap = a.logits_soft_cap > 0;
+  r.pos_encoding = static_cast<typename Request::PosEncoding>(a.pos_encoding);
+  r.soft_cap = a.soft_cap > 0;
   r.scaled = a.scale_q || a.scale_k || a.scale_v || a.bmm1_scale || a.bmm2_scale;
   r.split_tables = a.v_table_offset != 0;
   return r;

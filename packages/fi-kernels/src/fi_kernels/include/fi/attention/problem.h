@@ -37,8 +37,8 @@ struct AttentionProblem {
   const float* scale_k;  // [kv_heads]; null: ones
   const float* scale_v;  // [kv_heads]; null: ones
   int64_t q_token, q_head, k_token, k_head, v_token, v_head, out_token, out_head;
-  int32_t qo_heads, kv_heads, group_size, head_dim_qk, head_dim_vo;
-  Divisor group_divisor;
+  int32_t qo_heads, kv_heads, head_dim_qk, head_dim_vo;
+  Divisor group_size;  // query heads of a kv head
   OutType out_type;
   int32_t aligned;  // rows of q, k and v begin at multiples of 16 bytes, or of 8 if 8 elements are no more
   float out_scale;
@@ -47,14 +47,15 @@ struct AttentionProblem {
   Rotary rotary;
   KvScales kv_scales;  // of NVFP4
 
-  FI_HOST_DEVICE int32_t rows() const { return mask.qo_len * group_size; }  // packed rows of one kv head
+  FI_HOST_DEVICE int32_t group() const { return static_cast<int32_t>(group_size.value); }
+  FI_HOST_DEVICE int32_t rows() const { return mask.qo_len * group(); }  // packed rows of one kv head
   FI_HOST_DEVICE Row row(int32_t kv_head, int32_t r) const {
-    const auto i = static_cast<int32_t>(divide(static_cast<uint32_t>(r), group_divisor));
-    return {i, kv_head * group_size + (r - i * group_size)};
+    const auto i = static_cast<int32_t>(divide(static_cast<uint32_t>(r), group_size));
+    return {i, kv_head * group() + (r - i * group())};
   }
   template <class Math>
   FI_HOST_DEVICE HeadScores head_scores(int32_t head) const {
-    const float dequant = (scale_q ? scale_q[head] : 1.f) * (scale_k ? scale_k[head / group_size] : 1.f);
+    const float dequant = (scale_q ? scale_q[head] : 1.f) * (scale_k ? scale_k[head / group()] : 1.f);
     return scores.of_head<Math>(head, qo_heads, dequant);
   }
   // Whether single scores need more than a scale and a range of keys.

@@ -39,12 +39,13 @@ struct Scores {
   FI_HOST_DEVICE float cap() const { return soft_cap > 0.f ? soft_cap * kLog2e : 0.f; }  // of HeadScores
 
   // dequant: product of the factors of q and k.
+  FI_HOST_DEVICE HeadScores without_alibi(float dequant) const {
+    return {sm_scale * dequant * (soft_cap > 0.f ? 1.f / soft_cap : kLog2e), cap(), 0.f};
+  }
   template <class Math>
   FI_HOST_DEVICE HeadScores of_head(int32_t head, int32_t heads, float dequant) const {
-    HeadScores h;
-    h.scale = sm_scale * dequant * (soft_cap > 0.f ? 1.f / soft_cap : kLog2e);
-    h.cap = cap();
-    h.slope = alibi ? alibi_slope<Math>(head, heads) * kLog2e : 0.f;
+    HeadScores h = without_alibi(dequant);
+    if (alibi) h.slope = alibi_slope<Math>(head, heads) * kLog2e;
     return h;
   }
 };

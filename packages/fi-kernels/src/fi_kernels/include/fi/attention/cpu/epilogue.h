@@ -20,7 +20,7 @@ inline const Variant::Arguments& variant_arguments(const Extras& extras) {
 inline void store_row(const AttentionProblem& p, Variant& variant, const float* sinks, Row row, float row_max,
                       float row_sum, float* output_row, DType out) {
   const float factor = sinks ? add_sink<CpuMath>(sinks[row.head], row_max, row_sum) : 1.f;
-  const auto output = variant.end(row, row_max, row_sum, factor * p.value_scale(row.head / p.group_size));
+  const auto output = variant.end(row, row_max, row_sum, factor * p.value_scale(row.head / p.group()));
   if constexpr (Variant::kCustom) {
     for (int32_t x = 0; x < p.head_dim_vo; ++x) output_row[x] = output(output_row[x]);
   } else {

@@ -245,7 +245,7 @@ class CpuTile {
 
   // The index in this tile of the first packed row of query i.
   int32_t packed(int32_t i) const {
-    return static_cast<int32_t>(std::clamp<int64_t>(static_cast<int64_t>(i) * p_->group_size - first_, 0, rows_));
+    return static_cast<int32_t>(std::clamp<int64_t>(static_cast<int64_t>(i) * p_->group() - first_, 0, rows_));
   }
 
   // The rows of K or of V: page 0, strides in elements, and the page table.
@@ -311,7 +311,7 @@ class CpuTile {
     std::fill(s + std::min(end, to), s + end, kMinusInf);
     if (!mask.selects()) return;
     for (int64_t r = from; r < to; ++r)
-      if (!mask.keeps(static_cast<int32_t>(first_ + r) / p_->group_size, key)) s[r] = kMinusInf;
+      if (!mask.keeps(static_cast<int32_t>(first_ + r) / p_->group(), key)) s[r] = kMinusInf;
   }
 
   const AttentionProblem* p_ = nullptr;

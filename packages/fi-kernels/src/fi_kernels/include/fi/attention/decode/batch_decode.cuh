@@ -21,8 +21,8 @@ struct CtaTileScheduler {
   float bmm1;
 
   FI_DEVICE void begin(const BatchDecodeParams& params) {
-    bmm1 = params.bmm1_scale ? *params.bmm1_scale : 1.f;
-    scheduler.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
+    bmm1 = params.scales.bmm1 ? *params.scales.bmm1 : 1.f;
+    scheduler.begin(params.schedule, blockIdx.x, params.queries());
   }
   // By all threads of the CTA, after the first has called begin. Also a barrier.
   FI_DEVICE bool next(const BatchDecodeParams& params) {
@@ -62,8 +62,9 @@ FI_DEVICE void batch_decode_cuda_core(const BatchDecodeParams& params, const Var
     __syncthreads();
     Variant variant(variant_params, s.request);
     const CudaCoreEpilogue epilogue(params, s, variant);
-    PagedKv pages{params.page_indices + s.first_page, params.last_page, params.page_size, params.k_page, params.v_page};
-    pages.set_v_table(params.v_table_offset);
+    PagedKv pages{params.pages.page_indices + s.first_page, params.pages.last_page, params.pages.page_size,
+                  params.pages.k_page, params.pages.v_page};
+    pages.set_v_table(params.pages.v_table_offset);
     const int begin = max(s.begin * kDecodeKvTile, problem.mask.first_key(0));
     const int end = params.end_key(s);
     int rows;
@@ -137,12 +138,12 @@ struct DecodeMmaKernel {
     const int j = at.key + lane % kKeys;
     int64_t page = 0, v_page = 0, slot = 0;
     if (j >= at.low && j < at.high) {
-      PagedKv tokens{params.page_indices + s.first_page, params.last_page, params.page_size, 0, 0};
-      tokens.set_v_table(params.v_table_offset);
+      PagedKv tokens{params.pages.page_indices + s.first_page, params.pages.last_page, params.pages.page_size, 0, 0};
+      tokens.set_v_table(params.pages.v_table_offset);
       page = tokens.page(j), slot = tokens.slot(j), v_page = kSplitTables ? tokens.v_page_of(j) : page;
     }
-    at.k_offset = page * params.k_page + slot * params.problem.k_token;
-    at.v_offset = v_page * params.v_page + slot * params.problem.v_token;
+    at.k_offset = page * params.pages.k_page + slot * params.problem.k_token;
+    at.v_offset = v_page * params.pages.v_page + slot * params.problem.v_token;
     if constexpr (Tile::kFp4) at.page = page, at.v_page = v_page, at.slot = slot;
   }
 
@@ -204,7 +205,7 @@ struct DecodeMmaKernel {
       constexpr int kStep = kWarps * kKeys;
       int stage = 0;
       const uint64_t policy =
-          shared.scheduler.scheduler.header.cost < params.evict_first_tiles ? kEvictFirst : kEvictNormal;
+          shared.scheduler.scheduler.header.cost < params.copies.evict_first_tiles ? kEvictFirst : kEvictNormal;
       // The loop loads keys kStages - 1 steps ahead. It has no prologue, which would repeat its code.
 #pragma unroll 1
       for (;;) {

@@ -83,8 +83,8 @@ struct DecodeTmaKernel {
     shared.partials_full.init(1);
     shared.range_pipeline.init(1, 32);
     fence_barrier_init();
-    prefetch_tensor_map(params.k_map);
-    prefetch_tensor_map(params.v_map);
+    prefetch_tensor_map(params.copies.k);
+    prefetch_tensor_map(params.copies.v);
   }
 
   // A work tile reads keys [low, high).
@@ -105,14 +105,14 @@ struct DecodeTmaKernel {
   };
   FI_DEVICE void look_up(const Boxes& b, int window, int& page, int& v_page, int& slot, bool values) const {
     const int64_t key =
-        static_cast<int64_t>(b.s.begin) * kDecodeKvTile + ((window * 32 + lane) << params.box_keys_log2);
+        static_cast<int64_t>(b.s.begin) * kDecodeKvTile + ((window * 32 + lane) << params.copies.box_keys_log2);
     page = v_page = slot = 0;
-    if (key >= b.high || key + (1 << params.box_keys_log2) <= b.low) return;
-    const auto index = static_cast<int>(divide(static_cast<uint32_t>(key), params.page_size));
-    const int32_t* const ids = params.page_indices + b.s.first_page + index;
-    page = ids[kSplitTables && !kFp4 && values ? params.v_table_offset : 0];
-    if constexpr (kSplitTables && kFp4) v_page = ids[params.v_table_offset];
-    slot = static_cast<int>(key) - index * static_cast<int>(params.page_size.value);
+    if (key >= b.high || key + (1 << params.copies.box_keys_log2) <= b.low) return;
+    const auto index = static_cast<int>(divide(static_cast<uint32_t>(key), params.pages.page_size));
+    const int32_t* const ids = params.pages.page_indices + b.s.first_page + index;
+    page = ids[kSplitTables && !kFp4 && values ? params.pages.v_table_offset : 0];
+    if constexpr (kSplitTables && kFp4) v_page = ids[params.pages.v_table_offset];
+    slot = static_cast<int>(key) - index * static_cast<int>(params.pages.page_size.value);
   }
   // The dynamic ranges, which V's producer warp takes and passes to K's.
   struct DynamicRanges {
@@ -159,12 +159,12 @@ struct DecodeTmaKernel {
   // By one warp for the keys and one for the values and the queries; of NVFP4 each loads every second stage, keys and
   // values.
   FI_DEVICE void produce(bool values, DecodeTileScheduler& scheduler) const {
-    const uint64_t policy = scheduler.header.cost < params.evict_first_tiles ? kEvictFirst : kEvictNormal;
+    const uint64_t policy = scheduler.header.cost < params.copies.evict_first_tiles ? kEvictFirst : kEvictNormal;
     Boxes now, then;
     then.s.q_tile = then.s.begin = then.low = then.high = 0;  // an empty work tile before the first: the loop needs
     auto at = PipelineState::producer();                      // no prologue
     // Fewer CTAs than SMs need more stages for as many bytes in flight.
-    const int in_flight = min(kStages, (kLong * params.multiprocessors + params.num_ctas - 1) / params.num_ctas);
+    const int in_flight = min(kStages, (kLong * params.copies.multiprocessors + params.num_ctas - 1) / params.num_ctas);
     const int stages = scheduler.header.cost < params.num_ctas * kShortRange ? kStages : in_flight;
     if (lane == 0 && values) shared.stages = stages;
     DynamicRanges ranges{values, false, 0, -1};
@@ -216,8 +216,8 @@ struct DecodeTmaKernel {
   template <class Then>
   FI_DEVICE void load_keys(Boxes& b, bool values, uint64_t policy, int stages, PipelineState& at, unsigned& turn,
                            Then&& then) const {
-    const int shift = params.box_keys_log2, boxes = kKeys >> shift, head = first_head(b.s);
-    const TensorMap& map = values && !kFp4 ? params.v_map : params.k_map;
+    const int shift = params.copies.box_keys_log2, boxes = kKeys >> shift, head = first_head(b.s);
+    const TensorMap& map = values && !kFp4 ? params.copies.v : params.copies.k;
     constexpr int kStageBytes = kKeys * kTokenBytes;
     char* const ring = shared.kv[values && !kFp4][0];
     Barrier* const full = values || kFp4 ? shared.kv_pipeline.full : shared.k_full;
@@ -258,13 +258,13 @@ struct DecodeTmaKernel {
   FI_DEVICE void copy(char* stage, const TensorMap& map, Barrier& barrier, int key, int head, const Boxes& b,
                       uint64_t policy) const {
     KV* to = reinterpret_cast<KV*>(stage + key * kTokenBytes);
-    const int line = (128 / sizeof(KV)) << params.box_keys_log2;
+    const int line = (128 / sizeof(KV)) << params.copies.box_keys_log2;
     tma_load_tile<kWhole ? 1 : kDim>(to, line, map, barrier, 0, b.slot, 0, head, b.page, policy);
-    if (!kFp4 || params.joined) return;
-    const int of_head = kKeyBytes << params.box_keys_log2;
+    if (!kFp4 || params.copies.joined) return;
+    const int of_head = kKeyBytes << params.copies.box_keys_log2;
 #pragma unroll 1
     for (int h = 0;;) {
-      tma_load_tile<1>(to + of_head, line, params.v_map, barrier, 0, b.slot, 0, head + h,
+      tma_load_tile<1>(to + of_head, line, params.copies.v, barrier, 0, b.slot, 0, head + h,
                        kSplitTables ? b.v_page : b.page, policy);
       if (++h == kHeads) return;
       to += 2 * of_head;
@@ -288,8 +288,8 @@ struct DecodeTmaKernel {
       shared.work_pipeline.release(work_at.stage);
       if (s.q_tile < 0) return;
       const int from = low(s), to = high(s), head = first_head(s) + (kHeads > 1 ? lane * 4 / kKeys : 0);
-      PagedKv tokens{params.page_indices + s.first_page, params.last_page, params.page_size, 0, 0};
-      tokens.set_v_table(params.v_table_offset);
+      PagedKv tokens{params.pages.page_indices + s.first_page, params.pages.last_page, params.pages.page_size, 0, 0};
+      tokens.set_v_table(params.pages.v_table_offset);
       const uint8_t* const k = scales.k + head * scales.k_head;
       const uint8_t* const v = scales.v + head * scales.v_head;
       int page[kRounds], v_page[kRounds];
@@ -332,9 +332,9 @@ struct DecodeTmaKernel {
 
   FI_DEVICE KvTile kv_tile() const {
     if constexpr (kFp4)
-      return {params.box_keys_log2, params.joined < 0};
+      return {params.copies.box_keys_log2, params.copies.joined < 0};
     else
-      return {params.box_keys_log2};
+      return {params.copies.box_keys_log2};
   }
 
   FI_DEVICE void consume() const {
@@ -355,7 +355,7 @@ struct DecodeTmaKernel {
       {
         DecodeEpilogue tile_of(params, s, kDim);
         if constexpr (kHeads > 1) tile_of.select_head(tile.first_key / kKeys);
-        const int row = kHeads > 1 ? -tile_of.first : 0, rows = kHeads > 1 ? params.problem.group_size : tile_of.rows;
+        const int row = kHeads > 1 ? -tile_of.first : 0, rows = kHeads > 1 ? params.problem.group() : tile_of.rows;
         tile.begin(params, problem(), tile_of.kv_head, tile_of.first + row, rows, shared.queries[work_at.stage][row]);
       }
       const int from = low(s), to = high(s);
@@ -390,7 +390,7 @@ struct DecodeTmaKernel {
       const DecodeEpilogue epilogue(params, s, kDim);
       const bool last = is_last(count);
       shared.output_pipeline.acquire(PipelineState::producer_at<1>(static_cast<unsigned>(count)));
-      tile.store(kHeads > 1 ? params.problem.group_size : epilogue.rows, shared.output[warp][0], kOutputPitch,
+      tile.store(kHeads > 1 ? params.problem.group() : epilogue.rows, shared.output[warp][0], kOutputPitch,
                  shared.states[warp]);
       if (last) {
         barrier_sync(1, kThreads);
@@ -415,8 +415,8 @@ struct DecodeTmaKernel {
 
   // Page ids and queries are found by dependent loads. All CTAs together prefetch them into L2.
   FI_DEVICE void prefetch() const {
-    prefetch(params.page_indices, params.index_bytes);
-    prefetch(params.problem.q, params.query_bytes);
+    prefetch(params.pages.page_indices, params.copies.index_bytes);
+    prefetch(params.problem.q, params.copies.query_bytes);
   }
   FI_DEVICE void prefetch(const void* from, int64_t bytes) const {
     const int64_t line = blockIdx.x + static_cast<int64_t>(lane) * params.num_ctas;
@@ -443,11 +443,10 @@ struct DecodeTmaKernel {
     if (threadIdx.x == 0) init();
     pdl_wait();
     if (static_cast<int>(threadIdx.x) / 32 == kThreads / 32 + 2) prefetch();
-    if (threadIdx.x == 0) shared.bmm1 = params.bmm1_scale ? *params.bmm1_scale : 1.f;
+    if (threadIdx.x == 0) shared.bmm1 = params.scales.bmm1 ? *params.scales.bmm1 : 1.f;
     const int role = static_cast<int>(threadIdx.x) - kThreads;
     DecodeTileScheduler scheduler;
-    if (role >= 0 && role < 64)
-      scheduler.begin(params.view(), blockIdx.x, params.problem.mask.qo_len, params.problem.mask.window_left);
+    if (role >= 0 && role < 64) scheduler.begin(params.schedule, blockIdx.x, params.queries());
     __syncthreads();
     if constexpr (kMovesRegisters) {
       if (role < 0)
@@ -470,7 +469,7 @@ struct DecodeTmaKernel {
     epilogue.run(
         threads,
         [&](int r, int x) {
-          const int head = kHeads > 1 ? epilogue.head_of(r) : 0, row = r - head * params.problem.group_size;
+          const int head = kHeads > 1 ? epilogue.head_of(r) : 0, row = r - head * params.problem.group();
           const auto warp = [&](int i) { return i / kHeadWarps * kGroupWarps + head * kHeadWarps + i % kHeadWarps; };
           return DecodeEpilogue::merged_warps<kWarps / kHeads>([&](int i) { return shared.states[warp(i)][row]; },
                                                                [&](int i) { return &shared.output[warp(i)][row][x]; });

@@ -56,19 +56,19 @@ struct DecodeClusterKernel {
     const int64_t key = b.first + static_cast<int64_t>(box) * b.step;
     b.slot = -1;
     if (key >= b.kv_len) return;
-    const auto index = static_cast<int>(divide(static_cast<uint32_t>(key), params.page_size));
-    b.slot = static_cast<int>(key) - index * static_cast<int>(params.page_size.value);
-    b.page = params.page_indices[b.first_page + index];
-    if (kSplitTables) b.v_page = params.page_indices[b.first_page + index + params.v_table_offset];
+    const auto index = static_cast<int>(divide(static_cast<uint32_t>(key), params.pages.page_size));
+    b.slot = static_cast<int>(key) - index * static_cast<int>(params.pages.page_size.value);
+    b.page = params.pages.page_indices[b.first_page + index];
+    if (kSplitTables) b.v_page = params.pages.page_indices[b.first_page + index + params.pages.v_table_offset];
   }
   FI_DEVICE void load_box(const Boxes& b, int stage, int head) const {
     if (b.slot < 0) return;
     auto& ring = shared.warp_buffers[warp].ring;
     Barrier &full_k = shared.full_k[warp][stage], &full_v = shared.full_v[warp][stage];
     full_k.arrive_expect(KvTile::kBytes);
-    copy(ring.k[stage], params.k_map, full_k, b.slot, head, b.page);
+    copy(ring.k[stage], params.copies.k, full_k, b.slot, head, b.page);
     full_v.arrive_expect(KvTile::kBytes);
-    copy(ring.v[stage], params.v_map, full_v, b.slot, head, kSplitTables ? b.v_page : b.page);
+    copy(ring.v[stage], params.copies.v, full_v, b.slot, head, kSplitTables ? b.v_page : b.page);
   }
   FI_DEVICE static void copy(char* to, const TensorMap& map, Barrier& full, int slot, int head, int page) {
     tma_load_tile<kWhole ? 1 : kDim>(reinterpret_cast<KV*>(to), kKeys * 128 / sizeof(KV), map, full, 0, slot, 0, head,
@@ -82,12 +82,12 @@ struct DecodeClusterKernel {
   FI_DEVICE RowOffsets row_offsets(const Boxes& b, int box, int head) const {
     const int64_t key = b.first + static_cast<int64_t>(box) * b.step + lane % kKeys;
     if (key < b.low || key >= b.kv_len) return {0, 0};
-    PagedKv tokens{params.page_indices + b.first_page, params.last_page, params.page_size, 0, 0};
-    tokens.set_v_table(params.v_table_offset);
+    PagedKv tokens{params.pages.page_indices + b.first_page, params.pages.last_page, params.pages.page_size, 0, 0};
+    tokens.set_v_table(params.pages.v_table_offset);
     const int64_t page = tokens.page(static_cast<int>(key)), slot = tokens.slot(static_cast<int>(key));
     const int64_t v_page = kSplitTables ? tokens.v_page_of(static_cast<int>(key)) : page;
-    return {page * params.k_page + slot * params.problem.k_token + head * params.problem.k_head,
-            v_page * params.v_page + slot * params.problem.v_token + head * params.problem.v_head};
+    return {page * params.pages.k_page + slot * params.problem.k_token + head * params.problem.k_head,
+            v_page * params.pages.v_page + slot * params.problem.v_token + head * params.problem.v_head};
   }
   FI_DEVICE void gather(const Boxes& b, int box, int stage, const RowOffsets& rows) const {
     constexpr int kChunks = kDim * sizeof(KV) / 16;
@@ -118,7 +118,7 @@ struct DecodeClusterKernel {
       const int r = i / kChunks, chunk = i % kChunks * 16;
       const char* from =
           static_cast<const char*>(p.q) +
-          (epilogue.s.request * p.q_token + (epilogue.kv_head * p.group_size + epilogue.first + r) * p.q_head) *
+          (epilogue.s.request * p.q_token + (epilogue.kv_head * p.group() + epilogue.first + r) * p.q_head) *
               static_cast<int64_t>(sizeof(Q));
       cp_async_16(reinterpret_cast<char*>(shared.queries[r]) + chunk, from + chunk);
     }
@@ -130,7 +130,7 @@ struct DecodeClusterKernel {
       for (int i = 0; i < kStages; ++i) shared.full_k[warp][i].init(1), shared.full_v[warp][i].init(1);
     if (threadIdx.x == 0) {
       shared.partials_full.init(1);
-      if (!kGather) prefetch_tensor_map(params.k_map), prefetch_tensor_map(params.v_map);
+      if (!kGather) prefetch_tensor_map(params.copies.k), prefetch_tensor_map(params.copies.v);
     }
     fence_barrier_init();
     __syncwarp();
@@ -139,10 +139,10 @@ struct DecodeClusterKernel {
     DecodeWorkTile s;
     s.q_tile = static_cast<int>(blockIdx.x / num_ctas), s.request = static_cast<int>(blockIdx.y);
     pdl_wait();
-    if (warp == 0 && static_cast<int64_t>(lane) * 128 < params.index_bytes)
-      prefetch_l2(params.page_indices + lane * 32);  // loads at the same time as the length
-    const DecodeRequest request = params.view().requests()[s.request];
-    const float bmm1 = params.bmm1_scale ? *params.bmm1_scale : 1.f;
+    if (warp == 0 && static_cast<int64_t>(lane) * 128 < params.copies.index_bytes)
+      prefetch_l2(params.pages.page_indices + lane * 32);  // loads at the same time as the length
+    const DecodeRequest request = params.schedule.requests()[s.request];
+    const float bmm1 = params.scales.bmm1 ? *params.scales.bmm1 : 1.f;
     const DecodeEpilogue epilogue(params, s, kDim);
     load_queries(epilogue);
     Boxes boxes;

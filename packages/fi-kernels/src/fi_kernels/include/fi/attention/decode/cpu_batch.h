@@ -33,11 +33,11 @@ class CpuBatchDecode {
 
  private:
   int32_t ranges() const {
-    const DecodeHeader& header = params_.view().header();
+    const DecodeHeader& header = params_.schedule.header();
     return header.range_groups * (header.static_ranges + header.dynamic_ranges);
   }
   bool has_splits() const {
-    const DecodeSchedule schedule = params_.view();
+    const DecodeSchedule schedule = params_.schedule;
     const DecodeRangeStart* starts = schedule.starts();
     return schedule.header().chunk_tiles > 0 ||
            std::any_of(starts, starts + ranges(), [](const DecodeRangeStart& s) { return s.num_splits > 1; });
@@ -47,7 +47,7 @@ class CpuBatchDecode {
   int64_t grain() const {
     const AttentionProblem& p = params_.problem;
     int64_t tokens = 0;
-    for (int32_t b = 0; b < params_.batch; ++b) tokens += params_.view().requests()[b].kv_len;
+    for (int32_t b = 0; b < params_.schedule.batch; ++b) tokens += params_.schedule.requests()[b].kv_len;
     const double work = static_cast<double>(tokens) * p.rows() * p.kv_heads * (p.head_dim_qk + p.head_dim_vo);
     return 1 + static_cast<int64_t>(2e5 / (work / ranges() + 1));
   }
@@ -58,13 +58,13 @@ class CpuBatchDecode {
   template <class F>
   void for_each_work_tile(int64_t begin, int64_t end, int32_t max_heads, F&& f) const {
     const Mask& mask = params_.problem.mask;
-    const int64_t groups = params_.view().header().range_groups, ranges_per_group = ranges() / groups;
+    const int64_t groups = params_.schedule.header().range_groups, ranges_per_group = ranges() / groups;
     DecodeTileScheduler schedulers[kDecodeQTile];
     DecodeWorkTile work_tiles[kDecodeQTile];
     for (int64_t i = begin; i < end;) {
       const auto count = static_cast<int32_t>(std::min<int64_t>({max_heads, groups - i % groups, end - i}));
       for (int32_t w = 0; w < count; ++w, ++i) {
-        schedulers[w].begin(params_.view(), 0, mask.qo_len, mask.window_left);
+        schedulers[w].begin(params_.schedule, 0, params_.queries());
         schedulers[w].enter(static_cast<int32_t>(i % groups * ranges_per_group + i / groups));
       }
       while (true) {
@@ -94,8 +94,9 @@ class CpuBatchDecode {
     Variant::Params variant_params;
     variant_params.set(arguments_, p);
     Variant variant(variant_params, s.request);
-    const TokenPages pages{params_.page_indices + s.first_page, static_cast<int32_t>(params_.page_size.value),
-                           params_.k_page, params_.v_page, params_.v_table_offset};
+    const TokenPages pages{params_.pages.page_indices + s.first_page,
+                           static_cast<int32_t>(params_.pages.page_size.value), params_.pages.k_page,
+                           params_.pages.v_page, params_.pages.v_table_offset};
     const int32_t count = params_.rows(s.request, s.q_tile);
     if (count == 0) return;
     tile.attend(p, pages, variant, params_.kv_head(s.q_tile), params_.first_row(s.q_tile), count,
@@ -137,7 +138,7 @@ class CpuBatchDecode {
 
   void finish(const AttentionProblem& p, Variant& variant, int32_t q_tile, int32_t r, float row_max, float row_sum,
               float* sum) const {
-    store_row(p, variant, params_.sinks, p.row(params_.kv_head(q_tile), params_.first_row(q_tile) + r), row_max,
+    store_row(p, variant, params_.scales.sinks, p.row(params_.kv_head(q_tile), params_.first_row(q_tile) + r), row_max,
               row_sum, sum, out_);
   }
 

@@ -19,7 +19,7 @@ struct CudaCoreEpilogue : DecodeEpilogue {
       const AttentionProblem& p = params.problem;
       const Row row = params.row(kv_head, first + r);
       const int64_t token = params.first_token(s.request) + row.i;
-      const float scale = p.value_scale(kv_head) * (params.bmm2_scale ? *params.bmm2_scale : 1.f);
+      const float scale = p.value_scale(kv_head) * (params.scales.bmm2 ? *params.scales.bmm2 : 1.f);
       const auto output = variant.end(row, partial.row_max, partial.row_sum, scale);
       const float4 y = make_float4(output(partial.output.x), output(partial.output.y), output(partial.output.z),
                                    output(partial.output.w));
@@ -35,7 +35,7 @@ struct CudaCoreEpilogue : DecodeEpilogue {
     if (params.heads_per_tile > 1) {
       const int head = head_of(r);
       found.select_head(head);
-      found.rows = (head + 1) * params.problem.group_size;
+      found.rows = (head + 1) * params.problem.group();
     }
     return found;
   }

@@ -12,7 +12,8 @@ struct DecodePlanParams {
   const void* kv_len;            // [batch], int32 or int64; null: from indptr and last_page_len
   int64_t pages_per_request;
   int32_t kv_len_is_wide;
-  int32_t batch, page_size, q_tiles, q_len, window_left, num_ctas, num_ranges;
+  DecodeQueries queries;
+  int32_t batch, page_size, q_tiles, num_ctas, num_ranges;
   int32_t split_kv;  // > 0: KV tiles of a chunk; 0: work ranges of about equal cost; < 0: no KV is split
   int32_t counters;  // arrival counters of the schedule
 
@@ -40,7 +41,7 @@ struct DecodeCost {
   int32_t tiles, chunks;  // cost of one q tile in KV tiles; its chunks
 };
 FI_HOST_DEVICE DecodeCost decode_cost(const DecodePlanParams& p, int32_t kv_len) {
-  const KvTileRange tiles = decode_kv_tiles(kv_len, p.q_len, p.window_left);
+  const KvTileRange tiles = decode_kv_tiles(kv_len, p.queries);
   DecodeCost cost{tiles.end - tiles.begin + kWorkTileCost, 1};
   if (p.split_kv > 0 && tiles.end > tiles.begin)
     cost.chunks = (tiles.end - 1) / p.split_kv - tiles.begin / p.split_kv + 1;
@@ -133,7 +134,7 @@ FI_HOST_DEVICE DecodeRangeStart decode_start(const DecodePlanParams& p, const De
     const int32_t output_tile = g / d.num_splits;
     start.q_tile = output_tile / p.batch, start.request = output_tile % p.batch;
     r = requests[start.request];
-    tiles = decode_kv_tiles(r.kv_len, p.q_len, p.window_left);
+    tiles = decode_kv_tiles(r.kv_len, p.queries);
     done = static_cast<int32_t>(static_cast<int64_t>(tiles.end - tiles.begin) * (g % d.num_splits) / d.num_splits);
   } else {
     const int64_t at = d.position(g);
@@ -142,7 +143,7 @@ FI_HOST_DEVICE DecodeRangeStart decode_start(const DecodePlanParams& p, const De
     const auto offset = static_cast<int32_t>(at - static_cast<int64_t>(start.q_tile) * d.q_tile_cost);
     start.request = last_not_above(p.batch, offset, [&](int32_t b) { return requests[b].cost; });
     r = requests[start.request];
-    tiles = decode_kv_tiles(r.kv_len, p.q_len, p.window_left);
+    tiles = decode_kv_tiles(r.kv_len, p.queries);
     done = offset - r.cost - kWorkTileCost;
     if (done < 0) done = 0;
     const int32_t rest = tiles.end - tiles.begin - done;
@@ -161,7 +162,7 @@ FI_HOST_DEVICE DecodeRangeStart decode_start(const DecodePlanParams& p, const De
     if (++start.request == p.batch) start.request = 0, ++start.q_tile;
     if (start.q_tile == p.q_tiles) return start;
     r = requests[start.request];
-    start.kv_tile = decode_kv_tiles(r.kv_len, p.q_len, p.window_left).begin;
+    start.kv_tile = decode_kv_tiles(r.kv_len, p.queries).begin;
   }
   start.kv_len = r.kv_len, start.first_page = r.first_page;
   return start;
@@ -174,7 +175,7 @@ FI_HOST_DEVICE int64_t decode_key(const DecodePlanParams& p, const DecodeRangeSt
 
 // Sets leader and num_splits from the keys of all boundaries.
 FI_HOST_DEVICE void decode_link_splits(const DecodePlanParams& p, DecodeRangeStart& s, const int64_t* keys) {
-  const KvTileRange tiles = decode_kv_tiles(s.kv_len, p.q_len, p.window_left);
+  const KvTileRange tiles = decode_kv_tiles(s.kv_len, p.queries);
   if (s.q_tile >= p.q_tiles || s.kv_tile <= tiles.begin) return;
   const int64_t output_tile = decode_key(p, s) >> 32;
   const auto key = [&](int32_t i) { return keys[i]; };

@@ -89,13 +89,18 @@ struct DecodeSchedule {
   FI_HOST_DEVICE int32_t* counters() const { return words + decode_counters_offset(num_ranges, batch); }
 };
 
+// The query tokens of a request, its last ones, and the keys before its own that each attends to; negative: all.
+struct DecodeQueries {
+  int32_t q_len, window_left;
+};
+
 // The KV tiles that the queries of a request attend to: [begin, end). Query token 0 is at position kv_len - q_len.
 struct KvTileRange {
   int32_t begin, end;
 };
-FI_HOST_DEVICE KvTileRange decode_kv_tiles(int32_t kv_len, int32_t q_len, int32_t window_left) {
-  const int64_t key = static_cast<int64_t>(kv_len) - q_len - window_left;
-  const auto first = window_left < 0 || key <= 0 ? 0 : static_cast<int32_t>(key / kDecodeKvTile);
+FI_HOST_DEVICE KvTileRange decode_kv_tiles(int32_t kv_len, DecodeQueries queries) {
+  const int64_t key = static_cast<int64_t>(kv_len) - queries.q_len - queries.window_left;
+  const auto first = queries.window_left < 0 || key <= 0 ? 0 : static_cast<int32_t>(key / kDecodeKvTile);
   const int32_t end = kv_len / kDecodeKvTile + (kv_len % kDecodeKvTile != 0);
   return {first < end ? first : end, end};
 }
@@ -115,17 +120,18 @@ struct DecodeWorkTile {
 };
 
 // Gives the work tiles of work ranges: begin() enters the static range of a CTA, enter() any range; next() is false at
-// its end. q_len and window_left are those of the plan.
+// its end. queries: those of the plan.
 struct DecodeTileScheduler {
   DecodeHeader header;
   const DecodeRangeStart* starts;
   const DecodeRequest* requests;
   DecodeRangeStart at, end;
-  int32_t q_len, window_left, range;
+  DecodeQueries queries;
+  int32_t range;
 
-  FI_HOST_DEVICE void begin(const DecodeSchedule& schedule, int32_t cta, int32_t queries, int32_t window) {
+  FI_HOST_DEVICE void begin(const DecodeSchedule& schedule, int32_t cta, DecodeQueries planned) {
     header = schedule.header(), starts = schedule.starts(), requests = schedule.requests();
-    q_len = queries, window_left = window;
+    queries = planned;
     enter(cta);  // loads before the header has arrived, which confirms the range in most plans
     if (header.dynamic_ranges > 0) enter(header.range_of(cta));
   }
@@ -145,7 +151,7 @@ struct DecodeTileScheduler {
     if (done()) return false;
     const bool last =
         at.q_tile == end.q_tile && at.request == end.request;  // the output tile that the next range continues
-    const KvTileRange tiles = decode_kv_tiles(at.kv_len, q_len, window_left);
+    const KvTileRange tiles = decode_kv_tiles(at.kv_len, queries);
     const int32_t limit = last ? end.kv_tile : tiles.end;
     s.q_tile = at.q_tile, s.request = at.request, s.kv_len = at.kv_len, s.first_page = at.first_page;
     s.begin = at.kv_tile, s.end = limit;
@@ -177,7 +183,7 @@ struct DecodeTileScheduler {
     if (at.q_tile >= header.q_tiles) return;
     const DecodeRequest r = requests[at.request];
     at.kv_len = r.kv_len, at.first_page = r.first_page;
-    at.kv_tile = decode_kv_tiles(r.kv_len, q_len, window_left).begin;
+    at.kv_tile = decode_kv_tiles(r.kv_len, queries).begin;
   }
 };
 

@@ -48,31 +48,30 @@ inline int64_t cluster_ctas(const BatchDecodeParams& params, int64_t tokens, int
   // their own (docs/notes/decode-cluster.md).
   constexpr int64_t kMaxKeys = 2048, kMaxKeysFewCtas = 1024, kFewCtas = 32, kMaxKeysOneRequest = 4096;
   const AttentionProblem& p = params.problem;
-  if (p.mask.qo_len > 1 || params.draft_mask || p.scores.soft_cap > 0.f || p.scores.alibi) return 0;
+  if (p.mask.qo_len > 1 || params.masks.mask || p.scores.soft_cap > 0.f || p.scores.alibi) return 0;
   int64_t of_one = tokens;
   if (p.mask.window_left >= 0) {
     of_one = std::min<int64_t>(tokens, static_cast<int64_t>(p.mask.window_left) + 1);
-    tokens = std::min(tokens, params.batch * of_one);
+    tokens = std::min(tokens, params.schedule.batch * of_one);
   }
-  const int64_t output_tiles = static_cast<int64_t>(params.batch) * p.kv_heads * params.q_tiles_per_head.value;
+  const int64_t output_tiles = static_cast<int64_t>(params.schedule.batch) * p.kv_heads * params.q_tiles_per_head.value;
   // An H200 (132 SMs) holds 7 clusters of 16 CTAs at once, 15 of 8, 30 of 4 and 66 of 2.
   int64_t ctas = 16;
   while (output_tiles * ctas > (ctas > 2 ? multiprocessors * 7 / 8 : multiprocessors)) ctas /= 2;
   const int64_t keys = output_tiles * ctas < kFewCtas ? kMaxKeysFewCtas : kMaxKeys;
-  return ctas > 1 && tokens <= params.batch * keys * ctas && of_one <= kMaxKeysOneRequest * ctas ? ctas : 0;
+  return ctas > 1 && tokens <= params.schedule.batch * keys * ctas && of_one <= kMaxKeysOneRequest * ctas ? ctas : 0;
 }
 
 // alignment: of the rows of q and the caches.
-inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params, const Extras& extras,
-                                const Tensor& k_cache, const Tensor& v_cache, int64_t alignment, int64_t split,
-                                bool pdl) {
+inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params, const Extras& extras, const Tensor& k,
+                                const Tensor& v, int64_t alignment, int64_t split, bool pdl) {
   AttentionProblem& p = params.problem;
   const Entry* entry = nullptr;
   for (const Entry& e : kernel.entries) {
     const auto [kind, head_dim, whole, stream, keys, q_rows, ctas_per_sm, heads] = BatchDecodeConfig::of(e);
     if (kind != DecodeKind::CUDA_CORE && heads != params.heads_per_tile) continue;
-    if (std::min<int64_t>(static_cast<int64_t>(p.group_size) * p.mask.qo_len, kDecodeQTile) > q_rows) continue;
-    if (ctas_per_sm > 0 && params.num_ctas > ctas_per_sm * kernel.multiprocessors(k_cache.device())) continue;
+    if (std::min<int64_t>(static_cast<int64_t>(p.group()) * p.mask.qo_len, kDecodeQTile) > q_rows) continue;
+    if (ctas_per_sm > 0 && params.num_ctas > ctas_per_sm * kernel.multiprocessors(k.device())) continue;
     if (kind == DecodeKind::CUDA_CORE ? std::max(p.head_dim_qk, p.head_dim_vo) <= head_dim
                                       : p.head_dim_qk == head_dim && p.head_dim_vo == head_dim) {
       entry = &e;
@@ -86,36 +85,36 @@ inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params,
     FI_CHECK(!p.rotary.enabled, ValueError, "backend must be fa2 for ROPE_LLAMA, which rotates keys on the fly");
     check_alignment(alignment);
   }
-  const auto page_size = static_cast<int64_t>(params.page_size.value);
+  const auto page_size = static_cast<int64_t>(params.pages.page_size.value);
   // A box stays within its page. TMA fills zeros beyond the end of an only page.
-  const bool one_page = k_cache.size(0) == 1 && v_cache.size(0) == 1;
+  const bool one_page = k.size(0) == 1 && v.size(0) == 1;
   const Entry& last = kernel.entries.back();
   const auto by_cluster = BatchDecodeConfig::of(last);
   if (by_cluster.kind == DecodeKind::CLUSTER && split == 0 && (one_page || page_size % by_cluster.keys_per_copy == 0)) {
-    const int64_t tokens = params.index_bytes / 4 * page_size;
-    if (const int64_t ctas = cluster_ctas(params, tokens, kernel.multiprocessors(k_cache.device()))) {
+    const int64_t tokens = params.copies.index_bytes / 4 * page_size;
+    if (const int64_t ctas = cluster_ctas(params, tokens, kernel.multiprocessors(k.device()))) {
       entry = &last;
       config.cluster = static_cast<unsigned>(ctas);
       config.grid_x = ctas * p.kv_heads * static_cast<int64_t>(params.q_tiles_per_head.value),
-      config.grid_y = params.batch;
+      config.grid_y = params.schedule.batch;
     }
   }
   const auto chosen = BatchDecodeConfig::of(*entry);
-  params.evict_first_tiles = static_cast<int32_t>(
-      (chosen.evict_first_mb << 20) /
-      (kDecodeKvTile * params.heads_per_tile * (k_cache.size(-1) + v_cache.size(-1)) * k_cache.dtype().bytes()));
+  params.copies.evict_first_tiles =
+      static_cast<int32_t>((chosen.evict_first_mb << 20) /
+                           (kDecodeKvTile * params.heads_per_tile * (k.size(-1) + v.size(-1)) * k.dtype().bytes()));
   if (chosen.kind >= DecodeKind::TMA && chosen.keys_per_copy > 1) {
     const bool whole = chosen.whole_rows != 0;
     const int64_t box_rows = one_page ? chosen.keys_per_copy : std::gcd(page_size, chosen.keys_per_copy);
-    params.box_keys_log2 = __builtin_ctzll(static_cast<uint64_t>(box_rows));
-    params.multiprocessors = static_cast<int32_t>(kernel.multiprocessors(k_cache.device()));
-    const int64_t between = bytes_between(k_cache, v_cache, params.v_table_offset);
-    params.joined = between == 0 ? 0 : between > 0 ? 1 : -1;
-    describe_cache(kernel, params.k_map, between < 0 ? v_cache : k_cache, p.kv_heads, page_size, p.k_head, p.k_token,
-                   box_rows, whole, std::abs(between), between ? chosen.heads : 1);
-    describe_cache(kernel, params.v_map, v_cache, p.kv_heads, page_size, p.v_head, p.v_token, box_rows, whole);
+    params.copies.box_keys_log2 = __builtin_ctzll(static_cast<uint64_t>(box_rows));
+    params.copies.multiprocessors = static_cast<int32_t>(kernel.multiprocessors(k.device()));
+    const int64_t between = bytes_between(k, v, params.pages.v_table_offset);
+    params.copies.joined = between == 0 ? 0 : between > 0 ? 1 : -1;
+    describe_cache(kernel, params.copies.k, between < 0 ? v : k, p.kv_heads, page_size, p.k_head, p.k_token, box_rows,
+                   whole, std::abs(between), between ? chosen.heads : 1);
+    describe_cache(kernel, params.copies.v, v, p.kv_heads, page_size, p.v_head, p.v_token, box_rows, whole);
   }
-  kernel.launch(*entry, config, k_cache.device(), params, extras.data());
+  kernel.launch(*entry, config, k.device(), params, extras.data());
 }
 
 }  // namespace fi

@@ -36,10 +36,10 @@ struct DecodeEpilogue {
   // Of a q tile with several kv heads: the one of row r, counted in the tile; and what makes this the epilogue of one
   // of them, whose rows count as before.
   FI_DEVICE int head_of(int r) const {
-    return static_cast<int>(divide(static_cast<uint32_t>(r), params.problem.group_divisor));
+    return static_cast<int>(divide(static_cast<uint32_t>(r), params.problem.group_size));
   }
   FI_DEVICE void select_head(int head) {
-    kv_head = kv_head * params.heads_per_tile + head, first -= head * params.problem.group_size;
+    kv_head = kv_head * params.heads_per_tile + head, first -= head * params.problem.group();
   }
 
   // Element x .. x + 3 of row r, over all keys.
@@ -48,9 +48,10 @@ struct DecodeEpilogue {
     const Row row = params.row(kv_head, first + r);
     const int64_t token = params.first_token(s.request) + row.i;
     float factor = 1.f;
-    if (params.sinks) factor = add_sink<CudaMath>(params.sinks[row.head], partial.row_max, partial.row_sum);
+    if (params.scales.sinks)
+      factor = add_sink<CudaMath>(params.scales.sinks[row.head], partial.row_max, partial.row_sum);
     factor *=
-        inverse_row_sum(partial.row_sum) * p.value_scale(kv_head) * (params.bmm2_scale ? *params.bmm2_scale : 1.f);
+        inverse_row_sum(partial.row_sum) * p.value_scale(kv_head) * (params.scales.bmm2 ? *params.scales.bmm2 : 1.f);
     partial.output.x *= factor, partial.output.y *= factor, partial.output.z *= factor, partial.output.w *= factor;
     store_four(p.out, p.out_type, token * p.out_token + row.head * p.out_head + x, partial.output, params.out_aligned);
     if (p.lse && x == 0) p.lse[token * p.qo_heads + row.head] = softmax_lse<CudaMath>(partial.row_max, partial.row_sum);
@@ -111,7 +112,7 @@ struct DecodeEpilogue {
       from.count = min(group, s.num_splits - from.first);
     }
 #pragma unroll 1
-    while (arrive(threads, params.view().counters() + s.partial_of(counter), from.count)) {
+    while (arrive(threads, params.schedule.counters() + s.partial_of(counter), from.count)) {
       const bool complete = group >= s.num_splits;
       threads.merge(*this, from, [&](int r, int x, const PartialOutput& values) {
         if (complete)
@@ -171,7 +172,7 @@ struct DecodeEpilogue {
  private:
   static constexpr int kSplitsPerGroup = 16;
 
-  FI_DEVICE float* partial_of(int i) const { return params.workspace + s.partial_of(i) * partial_floats(); }
+  FI_DEVICE float* partial_of(int i) const { return params.partials + s.partial_of(i) * partial_floats(); }
 
   // Whether this CTA is the last of `count` to arrive. All threads of the epilogue call it.
   template <class Threads>

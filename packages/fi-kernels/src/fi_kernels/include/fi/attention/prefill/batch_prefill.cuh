@@ -1,7 +1,7 @@
 // Batch prefill on sm_80 and later: persistent CTAs take tiles of packed query rows from the schedule.
 #pragma once
 #include "fi/attention/mma_attention.cuh"
-#include "fi/attention/prefill/prefill_problem.h"
+#include "fi/attention/prefill/batch_prefill.h"
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/tile_scheduler.cuh"
 
@@ -57,7 +57,7 @@ struct NextWorkTile {
 
 // CTAs take work tiles from a counter.
 template <class T, class Q, class KV, class Shape, int kSharedBytes>
-FI_DEVICE void batch_prefill_mma(const PrefillProblem& params, const Variant::Arguments& arguments = {}) {
+FI_DEVICE void batch_prefill_mma(const BatchPrefillParams& params, const Variant::Arguments& arguments = {}) {
   using Kernel = MmaAttention<T, Q, KV, PagedKv, Shape>;
   auto& shared = dynamic_shared<typename Kernel::Shared, 128, kSharedBytes>();
   __shared__ AttentionProblem problem;
@@ -71,7 +71,7 @@ FI_DEVICE void batch_prefill_mma(const PrefillProblem& params, const Variant::Ar
   pdl_wait();
   const AttentionProblem& common = params.problem;
   if (threadIdx.x == 0) {
-    q_tile_rows = params.schedule.header->tile_tokens * common.group_size;
+    q_tile_rows = params.schedule.header->tile_tokens * common.group();
     const int row_tiles = (q_tile_rows + Kernel::kRows - 1) / Kernel::kRows;
     const int columns = (common.head_dim_vo + Kernel::kColumns - 1) / Kernel::kColumns;
     grid = {params.schedule.header->num_tiles * common.kv_heads * row_tiles * columns, common.kv_heads, row_tiles,
@@ -97,12 +97,12 @@ FI_DEVICE void batch_prefill_mma(const PrefillProblem& params, const Variant::Ar
         variant_params.set(arguments, problem);
         // Ragged keys are one long page; its page id is not used.
         const Divisor longest{0x7fffffff, 3, 31};
-        if (params.page_indices)
-          pages = {params.page_indices + request.kv_begin, params.last_page, params.page_size, params.k_page,
-                   params.v_page};
+        if (params.pages.page_indices)
+          pages = {params.pages.page_indices + request.kv_begin, params.pages.last_page, params.pages.page_size,
+                   params.pages.k_page, params.pages.v_page};
         else
           pages = {&params.schedule.header->num_tiles, 0, longest, 0, 0};
-        pages.set_v_table(params.v_table_offset);
+        pages.set_v_table(params.pages.v_table_offset);
         const int begin = entry.q_tile * q_tile_rows, first = begin + next_tile.row_tile * Kernel::kRows;
         const int rows = min(Kernel::kRows, min(begin + q_tile_rows, problem.rows()) - first);
         tile = {entry.request, next_tile.kv_head, first, rows, next_tile.column * Kernel::kColumns};
@@ -113,10 +113,10 @@ FI_DEVICE void batch_prefill_mma(const PrefillProblem& params, const Variant::Ar
     Kernel kernel(problem, shared, tile, pages);
     Variant variant(variant_params, tile.request);
     if (tile.rows > 0) kernel.attend(variant, load_next);
-    if (tile.rows > 0) kernel.store(variant, params.sinks);
+    if (tile.rows > 0) kernel.store(variant, params.scales.sinks);
     __syncthreads();
   }
-  const PaddingRows padding = PaddingRows::of(params.padded_rows, params.batch, params.schedule.requests);
+  const PaddingRows padding = PaddingRows::of(params.padded_rows, params.batch_size, params.schedule.requests);
   for (int i = blockIdx.x; i < padding.count(); i += gridDim.x)
     for (int j = threadIdx.x; j < common.qo_heads * common.head_dim_vo; j += blockDim.x) {
       const int64_t at =

@@ -58,12 +58,12 @@ struct PrefillFp8Kernel {
       shared.q_pipeline.init(1, kConsumers);
       shared.work_pipeline.init(1, kConsumers + 1 + kTransposers);
       shared.k_pipeline.init(1, kConsumers);
-      shared.v_pipeline.init(p.gathered ? 32 : 1, kTransposers);
+      shared.v_pipeline.init(p.copies.gathered ? 32 : 1, kTransposers);
       shared.column_pipeline.init(kTransposers, kConsumers);
       fence_barrier_init();
-      prefetch_tensor_map(p.q);
-      prefetch_tensor_map(p.k);
-      prefetch_tensor_map(p.v);
+      prefetch_tensor_map(p.copies.q);
+      prefetch_tensor_map(p.copies.k);
+      prefetch_tensor_map(p.copies.v);
     }
     __syncthreads();
     pdl_wait();
@@ -72,7 +72,7 @@ struct PrefillFp8Kernel {
       give_registers<kProducerRegisters>();
       const int warp = warp_index();
       const Producers producers{p, shared};
-      if (warp == 0 && p.gathered)
+      if (warp == 0 && p.copies.gathered)
         gather(producers);
       else if (warp == 0)
         produce(producers);
@@ -93,17 +93,18 @@ struct PrefillFp8Kernel {
     unsigned step = 0;  // counts KV tiles of all work tiles
     producers.for_each_tile([&](const Tile& tile) {
       if (tile.count == 0) return;
-      int2 next = producers.locate(tile, tile.key(tile.begin + tile.count - 1) + lane * p.box_keys, false);
+      int2 next = producers.locate(tile, tile.key(tile.begin + tile.count - 1) + lane * p.copies.box_keys, false);
       for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j, ++step) {
         const int2 now = next;
         if (j > tile.begin)
-          next = producers.locate(tile, tile.key(j - 1) + lane * p.box_keys, false);  // loads while stages are acquired
+          next = producers.locate(tile, tile.key(j - 1) + lane * p.copies.box_keys,
+                                  false);  // loads while stages are acquired
         const auto k = PipelineState::producer_at<kKeyStages>(step);
         const auto v = PipelineState::producer_at<kValueStages>(step);
         shared.k_pipeline.acquire(k);
-        copy<kPaddedQK>(producers, tile, p.k, shared.k[k.stage], shared.k_pipeline.full[k.stage], j, now, false);
+        copy<kPaddedQK>(producers, tile, p.copies.k, shared.k[k.stage], shared.k_pipeline.full[k.stage], j, now, false);
         shared.v_pipeline.acquire(v);
-        copy<kPaddedVO>(producers, tile, p.v, shared.v[v.stage], shared.v_pipeline.full[v.stage], j, now, true);
+        copy<kPaddedVO>(producers, tile, p.copies.v, shared.v[v.stage], shared.v_pipeline.full[v.stage], j, now, true);
       }
     });
   }
@@ -111,12 +112,13 @@ struct PrefillFp8Kernel {
   template <int kPadded>
   FI_DEVICE void copy(const Producers& producers, const Tile& tile, const TensorMap& from, T* to, Barrier& full, int j,
                       int2 now, bool values) const {
-    const int lane = threadIdx.x % 32, boxes = kKeys / p.box_keys;
+    const int lane = threadIdx.x % 32, boxes = kKeys / p.copies.box_keys;
     if (lane == 0) full.arrive_expect(kKeys * kPadded);
     __syncwarp();
     for (int b = lane; b < boxes; b += 32) {
-      if (b >= 32 || (kSplitTables && values)) now = producers.locate(tile, tile.key(j) + b * p.box_keys, values);
-      tma_load_tile<kPadded>(to + b * p.box_keys * 128, kKeys * 128, from, full, 0, now.x, tile.kv_head, now.y);
+      if (b >= 32 || (kSplitTables && values))
+        now = producers.locate(tile, tile.key(j) + b * p.copies.box_keys, values);
+      tma_load_tile<kPadded>(to + b * p.copies.box_keys * 128, kKeys * 128, from, full, 0, now.x, tile.kv_head, now.y);
     }
     __syncwarp();
   }
@@ -128,15 +130,15 @@ struct PrefillFp8Kernel {
         using Pages = typename Producers::template Pages<1>;
         const Pages pages(producers, tile, j, 0, false);
         shared.k_pipeline.acquire(k);
-        producers.template gather_tile<kDimQK>(p.k_rows, shared.k[k.stage], tile, j, pages);
+        producers.template gather_tile<kDimQK>(p.copies.k_rows, shared.k[k.stage], tile, j, pages);
         cp_async_commit();
         bool keys = true;
         Producers::acquire(shared.v_pipeline, v, keys, shared.k_pipeline.full[k.stage]);
         if constexpr (kSplitTables)
-          producers.template gather_tile<kDimVO>(p.v_rows, shared.v[v.stage], tile, j,
+          producers.template gather_tile<kDimVO>(p.copies.v_rows, shared.v[v.stage], tile, j,
                                                  Pages(producers, tile, j, 0, true));
         else
-          producers.template gather_tile<kDimVO>(p.v_rows, shared.v[v.stage], tile, j, pages);
+          producers.template gather_tile<kDimVO>(p.copies.v_rows, shared.v[v.stage], tile, j, pages);
         shared.v_pipeline.commit_copies(v.stage);
         Producers::pass_on_previous(keys, shared.k_pipeline.full[k.stage]);
         k.advance(kKeyStages);
@@ -252,9 +254,10 @@ struct PrefillFp8Kernel {
           for (int i = 0; i < kKeys / 2; ++i) s[i] = CudaMath::tanh(s[i] * scale[i / 2 % 2]);
         }
         if (j < clear_begin || j >= clear_end)
-          apply_mask(p, s, shared.work[work_at.stage], row, j * kKeys + lane % 4 * 2, p.window_left >= 0, true);
-        online_softmax(s, {kCapped ? p.soft_cap : scale[0], kCapped ? p.soft_cap : scale[1]}, kOffset, {false, false},
-                       row_max, row_sum, alpha);
+          apply_mask(p, s, shared.work[work_at.stage], row, j * kKeys + lane % 4 * 2, p.problem.mask.window_left >= 0,
+                     true);
+        online_softmax(s, {kCapped ? p.copies.scores.cap : scale[0], kCapped ? p.copies.scores.cap : scale[1]}, kOffset,
+                       {false, false}, row_max, row_sum, alpha);
         pack(s, weights);
         shared.column_pipeline.wait(column_at);
         const uint64_t columns = wgmma_uniform(wgmma_further(v, column_at.stage * sizeof(shared.columns[0])));
@@ -295,16 +298,16 @@ struct PrefillFp8Kernel {
       const float factor = end.factor * value_scale(p, work.kv_head);
 #pragma unroll
       for (int i = 2 * h; i < kDimVO / 2; i += i % 2 == 0 ? 1 : 3) o[i] *= factor;
-      char* bytes = static_cast<char*>(p.out) + end.begin;
-      if (p.out_type == OutType::kE4M3) {
+      char* bytes = static_cast<char*>(p.problem.out) + end.begin;
+      if (p.problem.out_type == OutType::kE4M3) {
         store_bytes(bytes, o, h, lane, end.exists, e4m3_quad);
         continue;
       }
-      if (p.out_type == OutType::kE5M2) {
+      if (p.problem.out_type == OutType::kE5M2) {
         store_bytes(bytes, o, h, lane, end.exists, e5m2_quad);
         continue;
       }
-      unsigned short* out = static_cast<unsigned short*>(p.out) + end.begin;
+      unsigned short* out = static_cast<unsigned short*>(p.problem.out) + end.begin;
 #pragma unroll
       for (int block = 0; block < kDimVO / 16; block += 2) {
         const float *x = o + block * 8 + 2 * h, *y = x + 8;

@@ -30,8 +30,8 @@ struct PrefillMixedKernel {
   FI_DEVICE void run() const {
     const Wide wide(p, shared.wide);
     if (threadIdx.x == 0) {
-      shared.k_pipeline.init(p.gathered ? 32 : 1, 4);
-      shared.v_pipeline.init(p.gathered ? 32 : 1, 4);
+      shared.k_pipeline.init(p.copies.gathered ? 32 : 1, 4);
+      shared.v_pipeline.init(p.copies.gathered ? 32 : 1, 4);
       wide.init(3 + 4, 4);
     }
     __syncthreads();
@@ -42,9 +42,9 @@ struct PrefillMixedKernel {
       const int warp = warp_index();
       const typename Wide::Producers producers{p, shared.wide};
       if (warp == 0)
-        produce<kDimQK>(producers, p.k, p.k_rows, shared.k, shared.k_pipeline, false);
+        produce<kDimQK>(producers, p.copies.k, p.copies.k_rows, shared.k, shared.k_pipeline, false);
       else if (warp == 1)
-        produce<kDimVO>(producers, p.v, p.v_rows, shared.v, shared.v_pipeline, true);
+        produce<kDimVO>(producers, p.copies.v, p.copies.v_rows, shared.v, shared.v_pipeline, true);
       else if (warp == 2)
         producers.produce_queries();
       else if (warp == 3)
@@ -63,7 +63,7 @@ struct PrefillMixedKernel {
   template <int kDim, int kSize>
   FI_DEVICE void produce(const typename Wide::Producers& producers, const TensorMap& map, const GatheredRows& rows,
                          KV (&to)[kRawStages][kSize], Pipeline<kRawStages>& pipeline, bool values) const {
-    if (p.gathered)
+    if (p.copies.gathered)
       producers.template gather<kDim>(rows, to, pipeline.full, pipeline.empty, values);
     else
       producers.template produce<kSize / kKeys>(map, to, pipeline.full, pipeline.empty, values);

@@ -66,18 +66,18 @@ struct PrefillKernel {
       : p(params), shared(s), arguments(a) {}
 
   FI_DEVICE void run() const {
-    if (threadIdx.x == 0) init(3, p.gathered ? kGatherWarps : 1);
+    if (threadIdx.x == 0) init(3, p.copies.gathered ? kGatherWarps : 1);
     __syncthreads();
     pdl_wait();
     // The first work tile is found through three dependent loads. Prefetching all three waits for memory once.
     if (threadIdx.x == 32) prefetch_l2(p.schedule.requests);
-    if (threadIdx.x == 64) prefetch_l2(p.schedule.tiles + blockIdx.x / p.kv_heads);
-    if (threadIdx.x == 96 && p.page_indices) prefetch_l2(p.page_indices);
+    if (threadIdx.x == 64) prefetch_l2(p.schedule.tiles + blockIdx.x / p.problem.kv_heads);
+    if (threadIdx.x == 96 && p.pages.page_indices) prefetch_l2(p.pages.page_indices);
     if (threadIdx.x < kWarpgroup) {
       give_registers<kProducerRegisters>();
       const int warp = warp_index();
       const Producers producers{p, shared};
-      const bool gathered = !kWholeRows && p.gathered;
+      const bool gathered = !kWholeRows && p.copies.gathered;
       if (warp == kGatherWarps)
         producers.schedule(gathered);
       else if (gathered)
@@ -95,13 +95,13 @@ struct PrefillKernel {
   // By a warp. Keys and values of one head_dim share one code: fewer instructions to fetch before the first copy.
   FI_DEVICE void produce(const Producers& producers, bool keys) const {
     if constexpr (kDimQK == kDimVO) {
-      producers.template produce<kDimQK>(keys ? p.k : p.v, keys ? shared.k : shared.v,
+      producers.template produce<kDimQK>(keys ? p.copies.k : p.copies.v, keys ? shared.k : shared.v,
                                          keys ? shared.k_pipeline.full : shared.v_pipeline.full,
                                          keys ? shared.k_pipeline.empty : shared.v_pipeline.empty, !keys);
     } else if (keys) {
-      producers.template produce<kDimQK>(p.k, shared.k, shared.k_pipeline.full, shared.k_pipeline.empty, false);
+      producers.template produce<kDimQK>(p.copies.k, shared.k, shared.k_pipeline.full, shared.k_pipeline.empty, false);
     } else {
-      producers.template produce<kDimVO>(p.v, shared.v, shared.v_pipeline.full, shared.v_pipeline.empty, true);
+      producers.template produce<kDimVO>(p.copies.v, shared.v, shared.v_pipeline.full, shared.v_pipeline.empty, true);
     }
   }
 
@@ -116,15 +116,15 @@ struct PrefillKernel {
         const Pages pages(producers, tile, j, part, false);
         Barrier &key_full = shared.k_pipeline.full[at.stage], &value_full = shared.v_pipeline.full[before(at.stage)];
         Producers::acquire(shared.k_pipeline, at, values, value_full);
-        producers.template gather_tile<kDimQK>(p.k_rows, shared.k[at.stage], tile, j, pages);
+        producers.template gather_tile<kDimQK>(p.copies.k_rows, shared.k[at.stage], tile, j, pages);
         Producers::pass_on_previous(values, value_full);
         keys = true;
         Producers::acquire(shared.v_pipeline, at, keys, key_full);
         if constexpr (kSplitTables)
-          producers.template gather_tile<kDimVO>(p.v_rows, shared.v[at.stage], tile, j,
+          producers.template gather_tile<kDimVO>(p.copies.v_rows, shared.v[at.stage], tile, j,
                                                  Pages(producers, tile, j, part, true));
         else
-          producers.template gather_tile<kDimVO>(p.v_rows, shared.v[at.stage], tile, j, pages);
+          producers.template gather_tile<kDimVO>(p.copies.v_rows, shared.v[at.stage], tile, j, pages);
         Producers::pass_on_previous(keys, key_full);
         values = true;
         at.advance(kStages);
@@ -142,9 +142,9 @@ struct PrefillKernel {
     shared.k_pipeline.init(writers, kConsumers);
     shared.v_pipeline.init(writers, kConsumers);
     fence_barrier_init();
-    prefetch_tensor_map(p.q);
-    prefetch_tensor_map(p.k);
-    prefetch_tensor_map(p.v);
+    prefetch_tensor_map(p.copies.q);
+    prefetch_tensor_map(p.copies.k);
+    prefetch_tensor_map(p.copies.v);
   }
 
   // A warpgroup issues wgmma with register operands no faster than the tensor cores run them, so its own softmax does
@@ -167,9 +167,9 @@ struct PrefillKernel {
       const int begin = uniform(tile.begin), end = begin + uniform(tile.count);
       // For this warpgroup's rows: the KV tiles with a visible key (seen), the KV tiles without a masked key (clear),
       // and whether the visible keys of the last KV tile fit a half step.
-      const int first_token = divide(group * 64, p.group_size);
+      const int first_token = divide(group * 64, p.problem.group_size);
       const bool any = first_token < tile.tokens;
-      const int last_token = min(static_cast<int>(divide(group * 64 + 63, p.group_size)), tile.tokens - 1);
+      const int last_token = min(static_cast<int>(divide(group * 64 + 63, p.problem.group_size)), tile.tokens - 1);
       const int end_key = any ? tile.mask.end_key(tile.token + last_token) : 0;
       const int seen_end = uniform((end_key - tile.origin + kKeys - 1) / kKeys);
       const int seen_begin = uniform((tile.mask.first_key(tile.token + first_token) - tile.origin) / kKeys);
@@ -322,7 +322,7 @@ struct PrefillKernel {
 
   template <int kCount>
   FI_DEVICE void add_values(const Step& step, const unsigned (&weights)[kCount / 16][4], float (&o)[kDimVO / 2]) const {
-    if (step.masked_right && !p.gathered) {  // rows beyond the last key may be NaN
+    if (step.masked_right && !p.copies.gathered) {  // rows beyond the last key may be NaN
       const WorkTile& work = shared.work[step.work];
       const int keys = uniform(work.request.kv_len - work.origin - step.tile * kKeys);
       if (keys < kCount) clear(shared.v[step.at.stage], keys, kCount, 1 + step.group);
@@ -336,10 +336,10 @@ struct PrefillKernel {
 
   // The factor of raw scores of row h.
   FI_DEVICE float score_scale(const Step& step, int h) const {
-    return Variant::kCustom ? 1.f : kMixed ? step.scale[h] : p.score_scale;
+    return Variant::kCustom ? 1.f : kMixed ? step.scale[h] : p.copies.scores.scale;
   }
   // The same once the soft cap is applied.
-  FI_DEVICE float scale(const Step& step, int h) const { return kCapped ? p.soft_cap : score_scale(step, h); }
+  FI_DEVICE float scale(const Step& step, int h) const { return kCapped ? p.copies.scores.cap : score_scale(step, h); }
 
   // By all threads of a warpgroup. NOTE: takes a barrier; with a stage, ptxas schedules the mask otherwise.
   FI_DEVICE static void release(Barrier& empty) {
@@ -433,7 +433,7 @@ struct PrefillKernel {
       } else {
         const RowEpilogue end(p, work, first + 8 * h, 0.f, row_max[h], row_sum[h]);
         const float factor = kMixed ? end.factor * value_scale(p, work.kv_head) : end.factor;
-        T* out = static_cast<T*>(p.out) + end.begin + lane % 4 * 8;
+        T* out = static_cast<T*>(p.problem.out) + end.begin + lane % 4 * 8;
 #pragma unroll
         for (int block = 0; block < kDimVO / 8; block += 4) {
           unsigned x[4];

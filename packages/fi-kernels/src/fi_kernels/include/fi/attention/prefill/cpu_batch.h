@@ -5,14 +5,14 @@
 
 #include "fi/attention/cpu/epilogue.h"
 #include "fi/attention/cpu/tile.h"
-#include "fi/attention/prefill/prefill_problem.h"
+#include "fi/attention/prefill/batch_prefill.h"
 #include "fi/cpu/parallel.h"
 
 namespace fi {
 
 class CpuBatchPrefill {
  public:
-  CpuBatchPrefill(const PrefillProblem& params, const Variant::Arguments& arguments, DType q, DType kv, DType out)
+  CpuBatchPrefill(const BatchPrefillParams& params, const Variant::Arguments& arguments, DType q, DType kv, DType out)
       : params_(params), arguments_(arguments), q_(q), kv_(kv), out_(out) {}
 
   void run() const {
@@ -20,11 +20,11 @@ class CpuBatchPrefill {
     const int64_t units = static_cast<int64_t>(params_.schedule.header->num_tiles) * p.kv_heads;
     std::atomic<int64_t> next{0};
     cpu::parallel_for(units, grain(units), [&](int64_t, int64_t) {
-      CpuTile tile(p, q_, kv_, std::min(CpuTile::kRows, params_.tile_tokens * p.group_size));
+      CpuTile tile(p, q_, kv_, std::min(CpuTile::kRows, params_.tile_tokens * p.group()));
       for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < units;)
         attend(params_.schedule.tiles[unit / p.kv_heads], static_cast<int32_t>(unit % p.kv_heads), tile);
     });
-    const PaddingRows rest = PaddingRows::of(params_.padded_rows, params_.batch, params_.schedule.requests);
+    const PaddingRows rest = PaddingRows::of(params_.padded_rows, params_.batch_size, params_.schedule.requests);
     const int64_t bytes = out_.bytes();
     for (int32_t i = 0; i < rest.count(); ++i)
       for (int32_t head = 0; head < p.qo_heads; ++head)
@@ -50,22 +50,23 @@ class CpuBatchPrefill {
     variant_params.set(arguments_, p);
     Variant variant(variant_params, work_tile.request);
     TokenPages pages = TokenPages::one();
-    if (params_.page_indices)
-      pages = {params_.page_indices + params_.schedule.requests[work_tile.request].kv_begin,
-               static_cast<int32_t>(params_.page_size.value), params_.k_page, params_.v_page, params_.v_table_offset};
-    const int32_t begin = work_tile.q_tile * params_.tile_tokens * p.group_size,
-                  end = std::min(begin + params_.tile_tokens * p.group_size, p.rows());
+    if (params_.pages.page_indices)
+      pages = {params_.pages.page_indices + params_.schedule.requests[work_tile.request].kv_begin,
+               static_cast<int32_t>(params_.pages.page_size.value), params_.pages.k_page, params_.pages.v_page,
+               params_.pages.v_table_offset};
+    const int32_t begin = work_tile.q_tile * params_.tile_tokens * p.group(),
+                  end = std::min(begin + params_.tile_tokens * p.group(), p.rows());
     for (int32_t first = begin; first < end; first += CpuTile::kRows) {
       const int32_t rows = std::min(CpuTile::kRows, end - first);
-      tile.attend(p, pages, variant, kv_head, first, rows, p.mask.first_key(first / p.group_size),
-                  p.mask.end_key((first + rows - 1) / p.group_size));
+      tile.attend(p, pages, variant, kv_head, first, rows, p.mask.first_key(first / p.group()),
+                  p.mask.end_key((first + rows - 1) / p.group()));
       for (int32_t r = 0; r < rows; ++r)
-        store_row(p, variant, params_.sinks, p.row(kv_head, first + r), tile.row_max(r), tile.row_sum(r),
+        store_row(p, variant, params_.scales.sinks, p.row(kv_head, first + r), tile.row_max(r), tile.row_sum(r),
                   tile.output(r), out_);
     }
   }
 
-  const PrefillProblem& params_;
+  const BatchPrefillParams& params_;
   const Variant::Arguments& arguments_;
   DType q_, kv_, out_;
 };

@@ -1,11 +1,10 @@
-// Launches batch_prefill on CUDA: the mma kernel with a PrefillProblem, the wgmma kernels with tensor maps.
+// Launches batch_prefill on CUDA: the mma kernel, and the wgmma kernels with tensor maps.
 #pragma once
 #include <algorithm>
 #include <initializer_list>
 #include <numeric>
 
 #include "fi/attention/prefill/batch_prefill.h"
-#include "fi/attention/prefill/prefill_problem.h"
 #include "fi/generated/batch_prefill.h"
 
 #if FI_CUDA
@@ -34,9 +33,9 @@ inline void describe(const Kernel& kernel, TensorMap& map, const void* data, int
 // has five), else 128 bytes of columns, which is a whole row of the fp8 kernel.
 enum class KeyRows { kColumns, kWholeNHD, kWholeHND };
 
-inline KeyRows key_rows(const PrefillProblem& problem, int64_t bytes, int64_t page_size, int64_t box) {
-  const AttentionProblem& p = problem.problem;
-  if (!problem.page_indices || box % 8 || bytes == 1) return KeyRows::kColumns;
+inline KeyRows key_rows(const BatchPrefillParams& params, int64_t bytes, int64_t page_size, int64_t box) {
+  const AttentionProblem& p = params.problem;
+  if (!params.pages.page_indices || box % 8 || bytes == 1) return KeyRows::kColumns;
   if (p.k_head == p.head_dim_qk && p.v_head == p.head_dim_vo) return KeyRows::kWholeNHD;
   if (p.k_head == page_size * p.k_token && p.v_head == page_size * p.v_token) return KeyRows::kWholeHND;
   return KeyRows::kColumns;
@@ -54,100 +53,71 @@ inline void describe_keys(const Kernel& kernel, TensorMap& map, const void* data
            {token, 64, 8 * token, page}, {64, 8, dim / 64, box / 8, 1});
 }
 
-// The parameters of the wgmma kernels.
-inline BatchPrefillParams hopper_params(const Kernel& kernel, const PrefillProblem& problem, const Tensor& q,
-                                        const Tensor& k, int64_t page_size, int64_t kv_tokens, int64_t box,
-                                        KeyRows rows) {
-  const AttentionProblem& p = problem.problem;
-  const int64_t pages = problem.page_indices ? k.size(0) : 1, q_bytes = q.dtype().bytes(), bytes = k.dtype().bytes();
-  BatchPrefillParams h{};
-  describe(kernel, h.q, p.q, q_bytes, {p.head_dim_qk, p.group_size, p.kv_heads, q.size(0)},
-           {p.q_head, p.q_head * p.group_size, p.q_token}, {128 / q_bytes, p.group_size, 1, problem.tile_tokens});
-  describe_keys(kernel, h.k, p.k, bytes, rows, p.head_dim_qk, p.k_token, p.k_head, problem.k_page, p.kv_heads,
-                page_size, pages, box);
-  describe_keys(kernel, h.v, p.v, bytes, rows, p.head_dim_vo, p.v_token, p.v_head, problem.v_page, p.kv_heads,
-                page_size, pages, box);
-  h.k_rows = {p.k, problem.k_page * bytes, p.k_token * bytes, p.k_head * bytes};
-  h.v_rows = {p.v, problem.v_page * bytes, p.v_token * bytes, p.v_head * bytes};
-  h.gathered = problem.page_indices && box % 8;
-  h.last_page = problem.last_page;
-  h.out = p.out;
-  h.lse = p.lse;
-  h.sinks = problem.sinks;
-  h.page_indices = problem.page_indices;
-  h.scale_q = p.scale_q;
-  h.scale_k = p.scale_k;
-  h.scale_v = p.scale_v;
-  h.bmm1_scale = problem.bmm1_scale;
-  h.bmm2_scale = problem.bmm2_scale;
-  h.schedule = problem.schedule;
-  h.partials = problem.partials;
-  h.out_token = p.out_token;
-  h.out_head = p.out_head;
-  h.group_size = divisor(static_cast<uint32_t>(p.group_size));
-  h.page_size = problem.page_size;
-  h.key_step = divisor(static_cast<uint32_t>(problem.page_indices ? box : 8));
-  h.qo_heads = p.qo_heads;
-  h.kv_heads = p.kv_heads;
+// How the wgmma kernels load q, k and v.
+inline PrefillCopies copies_of(const Kernel& kernel, const BatchPrefillParams& params, const Tensor& q, const Tensor& k,
+                               int64_t page_size, int64_t kv_tokens, int64_t box, KeyRows rows) {
+  const AttentionProblem& p = params.problem;
+  const PagedKeys& paged = params.pages;
+  const int64_t pages = paged.page_indices ? k.size(0) : 1, q_bytes = q.dtype().bytes(), bytes = k.dtype().bytes();
+  PrefillCopies c{};
+  describe(kernel, c.q, p.q, q_bytes, {p.head_dim_qk, p.group(), p.kv_heads, q.size(0)},
+           {p.q_head, p.q_head * p.group(), p.q_token}, {128 / q_bytes, p.group(), 1, params.tile_tokens});
+  describe_keys(kernel, c.k, p.k, bytes, rows, p.head_dim_qk, p.k_token, p.k_head, paged.k_page, p.kv_heads, page_size,
+                pages, box);
+  describe_keys(kernel, c.v, p.v, bytes, rows, p.head_dim_vo, p.v_token, p.v_head, paged.v_page, p.kv_heads, page_size,
+                pages, box);
+  c.k_rows = {p.k, paged.k_page * bytes, p.k_token * bytes, p.k_head * bytes};
+  c.v_rows = {p.v, paged.v_page * bytes, p.v_token * bytes, p.v_head * bytes};
+  c.scores = p.scores.without_alibi(1.f);
+  c.key_step = divisor(static_cast<uint32_t>(paged.page_indices ? box : 8));
   const int64_t bytes_per_head = std::max<int64_t>(kv_tokens, 1) * (p.head_dim_qk + p.head_dim_vo) * bytes;
-  h.l2_kv_heads = static_cast<int32_t>(std::clamp<int64_t>(kPrefillCachedBytes / bytes_per_head, 1, p.kv_heads));
-  h.tile_tokens = problem.tile_tokens;
-  h.box_keys = static_cast<int32_t>(box);
-  h.head_dim_vo = p.head_dim_vo;
-  h.padded_rows = problem.padded_rows;
-  h.batch = problem.batch;
-  h.heads_in_column_blocks = rows == KeyRows::kWholeNHD;
-  h.row_groups_per_head = rows == KeyRows::kWholeHND ? static_cast<int32_t>(page_size / 8) : 0;
-  h.causal = p.mask.causal;
-  h.window_left = p.mask.window_left;
-  h.out_type = p.out_type;
-  h.score_scale = p.scores.sm_scale * (p.scores.soft_cap > 0 ? 1 / p.scores.soft_cap : kLog2e);
-  h.soft_cap = p.scores.cap();
-  h.out_scale = p.out_scale;
-  h.v_table_offset = problem.v_table_offset;
-  return h;
+  c.l2_kv_heads = static_cast<int32_t>(std::clamp<int64_t>(kPrefillCachedBytes / bytes_per_head, 1, p.kv_heads));
+  c.box_keys = static_cast<int32_t>(box);
+  c.gathered = paged.page_indices && box % 8;
+  c.heads_in_column_blocks = rows == KeyRows::kWholeNHD;
+  c.row_groups_per_head = rows == KeyRows::kWholeHND ? static_cast<int32_t>(page_size / 8) : 0;
+  return c;
 }
 
 // alignment: of the rows of q, k, v and out. num_ctas: the most; 0: as many as fit.
-inline void launch_batch_prefill(const Kernel& kernel, const PrefillProblem& problem, const Extras& extras,
+inline void launch_batch_prefill(const Kernel& kernel, BatchPrefillParams& params, const Extras& extras,
                                  const Tensor& q, const Tensor& k, int64_t alignment, int64_t page_size,
-                                 int64_t kv_tokens, int64_t batch, int64_t num_ctas, bool pdl) {
-  const AttentionProblem& p = problem.problem;
+                                 int64_t kv_tokens, int64_t num_ctas, bool pdl) {
+  const AttentionProblem& p = params.problem;
   const Entry& entry = kernel.entries.front();
   const auto chosen = BatchPrefillConfig::of(entry);
   const int64_t multiprocessors = kernel.multiprocessors(q.device());
   const auto work_tiles = [&](int64_t tokens) {  // an estimate, at most a few too many
-    return std::max<int64_t>((q.size(0) / tokens + batch) * p.kv_heads, 1);
+    return std::max<int64_t>((q.size(0) / tokens + params.batch_size) * p.kv_heads, 1);
   };
   Launch config{0};
   config.pdl = pdl;
   if (chosen.kind == PrefillKind::MMA) {
-    const int64_t rows = chosen.rows_per_cta,
-                  row_tiles = (int64_t{problem.tile_tokens} * p.group_size + rows - 1) / rows;
-    const int64_t blocks = work_tiles(problem.tile_tokens) * row_tiles *
+    const int64_t rows = chosen.rows_per_cta, row_tiles = (int64_t{params.tile_tokens} * p.group() + rows - 1) / rows;
+    const int64_t blocks = work_tiles(params.tile_tokens) * row_tiles *
                            ((p.head_dim_vo + chosen.columns_per_cta - 1) / chosen.columns_per_cta);
     FI_CHECK(blocks <= 0x7fffffff, ValueError, "q is too large: %s", q.shape_str().c_str());
     config.grid_x = std::min(blocks, num_ctas > 0 ? num_ctas : multiprocessors * chosen.ctas_per_sm);
-    kernel.launch(entry, config, q.device(), problem, extras.data());
+    kernel.launch(entry, config, q.device(), params, extras.data());
     return;
   }
-  const bool scaled = p.scale_q || p.scale_k || p.scale_v || problem.bmm1_scale || problem.bmm2_scale;
-  FI_CHECK(!problem.custom_mask && !problem.items && !(scaled && k.dtype().bits == 16) && !p.scores.alibi &&
-               !p.rotary.enabled && p.group_size <= 128,
+  const bool scaled = p.scale_q || p.scale_k || p.scale_v || params.scales.bmm1 || params.scales.bmm2;
+  FI_CHECK(!params.masks.mask && !params.masks.items && !(scaled && k.dtype().bits == 16) && !p.scores.alibi &&
+               !p.rotary.enabled && p.group() <= 128,
            ValueError,
            "backend must be fa2 for masks, position encodings, 16-bit keys with scales by head or on the device, and "
            "more than 128 query heads a kv head");
   check_alignment(alignment);
   // The planner may choose tiles of two thirds of the rows, and split them.
-  const int64_t min_tokens = std::max<int64_t>(1, problem.tile_tokens * 2 / 3);
+  const int64_t min_tokens = std::max<int64_t>(1, params.tile_tokens * 2 / 3);
   const int64_t most = num_ctas > 0 ? std::min(num_ctas, multiprocessors) : multiprocessors;
-  config.grid_x = problem.partials ? most : std::min(work_tiles(min_tokens), most);
-  const int64_t keys = chosen.keys_per_stage, box = problem.page_indices ? std::gcd(page_size, keys) : keys;
+  config.grid_x = params.partials ? most : std::min(work_tiles(min_tokens), most);
+  const int64_t keys = chosen.keys_per_stage, box = params.pages.page_indices ? std::gcd(page_size, keys) : keys;
   const KeyRows rows =
-      kernel.entries.size() > 1 ? key_rows(problem, k.dtype().bytes(), page_size, box) : KeyRows::kColumns;
+      kernel.entries.size() > 1 ? key_rows(params, k.dtype().bytes(), page_size, box) : KeyRows::kColumns;
   const Entry& by_rows = kernel.entries[rows == KeyRows::kColumns ? 0 : 1];
-  kernel.launch(by_rows, config, q.device(), hopper_params(kernel, problem, q, k, page_size, kv_tokens, box, rows),
-                extras.data());
+  params.copies = copies_of(kernel, params, q, k, page_size, kv_tokens, box, rows);
+  kernel.launch(by_rows, config, q.device(), params, extras.data());
 }
 
 }  // namespace fi

@@ -13,11 +13,12 @@ namespace fi {
 template <int kScores>
 FI_DEVICE void apply_mask(const BatchPrefillParams& p, float (&s)[kScores], const WorkTile& work, int row, int column,
                           bool left, bool right) {
-  const Mask mask = Mask::of_range(p.causal, p.window_left, work.request.qo_len, work.request.kv_len);
+  const Mask mask =
+      Mask::of_range(p.problem.mask.causal, p.problem.mask.window_left, work.request.qo_len, work.request.kv_len);
   column += work.origin;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int token = work.token + static_cast<int>(divide(row + 8 * h, p.group_size));
+    const int token = work.token + static_cast<int>(divide(row + 8 * h, p.problem.group_size));
     if (right) {
       const int end = mask.end_key(token) - column;
 #pragma unroll
@@ -93,21 +94,21 @@ FI_DEVICE bool all_of_quad(bool x) {
 
 // Scales by head and on the device, of fp8 keys and values. The factor of the scores of a row:
 FI_DEVICE float row_scale(const BatchPrefillParams& p, int kv_head, int row) {
-  float scale = p.score_scale;
-  const int group = p.group_size.value,
-            head = kv_head * group + row - static_cast<int>(divide(row, p.group_size)) * group;
-  if (p.scale_q) scale *= p.scale_q[head];
-  if (p.scale_k) scale *= p.scale_k[kv_head];
-  if (p.bmm1_scale) scale *= *p.bmm1_scale;
+  float scale = p.copies.scores.scale;
+  const int group = p.problem.group_size.value,
+            head = kv_head * group + row - static_cast<int>(divide(row, p.problem.group_size)) * group;
+  if (p.problem.scale_q) scale *= p.problem.scale_q[head];
+  if (p.problem.scale_k) scale *= p.problem.scale_k[kv_head];
+  if (p.scales.bmm1) scale *= *p.scales.bmm1;
   return scale;
 }
 // The factor of the output.
 FI_DEVICE float value_scale(const BatchPrefillParams& p, int kv_head) {
-  return (p.scale_v ? p.scale_v[kv_head] : 1.f) * (p.bmm2_scale ? *p.bmm2_scale : 1.f);
+  return (p.problem.scale_v ? p.problem.scale_v[kv_head] : 1.f) * (p.scales.bmm2 ? *p.scales.bmm2 : 1.f);
 }
 // 16 bits each, of an output of fp16 or bf16.
 FI_DEVICE unsigned pack_output(const BatchPrefillParams& p, float low, float high) {
-  return p.out_type == OutType::kF16 ? pack_pair(low, high, __half()) : pack_pair(low, high, __nv_bfloat16());
+  return p.problem.out_type == OutType::kF16 ? pack_pair(low, high, __half()) : pack_pair(low, high, __nv_bfloat16());
 }
 
 // The epilogue of a row, in all four of its threads: where its output begins, and the factor of the unnormalised
@@ -119,23 +120,23 @@ struct RowEpilogue {
 
   FI_DEVICE RowEpilogue(const BatchPrefillParams& p, const WorkTile& work, int row, float offset, float row_max,
                         float row_sum) {
-    const int group = static_cast<int>(p.group_size.value), token = divide(row, p.group_size);
+    const int group = static_cast<int>(p.problem.group_size.value), token = divide(row, p.problem.group_size);
     const int head = work.kv_head * group + row - token * group;
     const int64_t at = work.request.qo_begin + work.token + token;
     exists = token < work.tokens;
-    begin = at * p.out_token + head * p.out_head;
-    factor = p.out_scale;
+    begin = at * p.problem.out_token + head * p.problem.out_head;
+    factor = p.problem.out_scale;
     row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 1);
     row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 2);
-    if (p.sinks && exists) {
-      const float sink = p.sinks[head] * kLog2e, top = fmaxf(row_max, sink);
+    if (p.scales.sinks && exists) {
+      const float sink = p.scales.sinks[head] * kLog2e, top = fmaxf(row_max, sink);
       row_sum = row_sum * exp2_approx(row_max - top) + exp2_approx(sink - top + offset);
       factor *= exp2_approx(row_max - top);
       row_max = top;
     }
     factor *= inverse_row_sum(row_sum);
-    if (p.lse && threadIdx.x % 4 == 0 && exists)
-      p.lse[at * p.qo_heads + head] = softmax_lse<CudaMath>(row_max - offset, row_sum);
+    if (p.problem.lse && threadIdx.x % 4 == 0 && exists)
+      p.problem.lse[at * p.problem.qo_heads + head] = softmax_lse<CudaMath>(row_max - offset, row_sum);
   }
 };
 

@@ -49,7 +49,7 @@ struct PrefillProducers {
     Mask mask;
 
     FI_DEVICE Tile(const BatchPrefillParams& p, const WorkTile& work) : WorkTile(work) {
-      mask = Mask::of_range(p.causal, p.window_left, request.qo_len, request.kv_len);
+      mask = Mask::of_range(p.problem.mask.causal, p.problem.mask.window_left, request.qo_len, request.kv_len);
     }
     FI_DEVICE int key(int j) const { return origin + j * kKeys; }
   };
@@ -61,16 +61,18 @@ struct PrefillProducers {
   FI_DEVICE WorkTile work(int index, const PrefillHeader& plan) const {
     const int after = index - plan.first_split, max_splits = after < 0 ? 1 : plan.max_splits;
     const int unsplit = max_splits > 1 ? plan.first_split + after / max_splits : index;
-    if (unsplit >= plan.num_tiles * p.kv_heads) return {{0, 0, 0, 0}, 0, 0, 0, 0, 1, 0, 0, 0, 0};
-    const int section = unsplit / (plan.num_tiles * p.l2_kv_heads),
-              in_section = unsplit - section * plan.num_tiles * p.l2_kv_heads;
-    const int heads = min(p.l2_kv_heads, p.kv_heads - section * p.l2_kv_heads), q_tile = in_section / heads;
+    if (unsplit >= plan.num_tiles * p.problem.kv_heads) return {{0, 0, 0, 0}, 0, 0, 0, 0, 1, 0, 0, 0, 0};
+    const int section = unsplit / (plan.num_tiles * p.copies.l2_kv_heads),
+              in_section = unsplit - section * plan.num_tiles * p.copies.l2_kv_heads;
+    const int heads = min(p.copies.l2_kv_heads, p.problem.kv_heads - section * p.copies.l2_kv_heads),
+              q_tile = in_section / heads;
     const PrefillWorkTile found = p.schedule.tiles[q_tile];
     const PrefillRequest request = p.schedule.requests[found.request];
     const int token = found.q_tile * plan.tile_tokens, tokens = min(plan.tile_tokens, request.qo_len - token);
-    WorkTile work{request, section * p.l2_kv_heads + in_section - q_tile * heads, token, tokens, 0, 1, 0, 0, 0, 0};
-    const Mask mask = Mask::of_range(p.causal, p.window_left, request.qo_len, request.kv_len);
-    work.origin = static_cast<int>(divide(mask.first_key(token), p.key_step) * p.key_step.value);
+    WorkTile work{request, section * p.copies.l2_kv_heads + in_section - q_tile * heads, token, tokens, 0, 1, 0, 0, 0,
+                  0};
+    const Mask mask = Mask::of_range(p.problem.mask.causal, p.problem.mask.window_left, request.qo_len, request.kv_len);
+    work.origin = static_cast<int>(divide(mask.first_key(token), p.copies.key_step) * p.copies.key_step.value);
     work.count = (mask.end_key(token + tokens - 1) - work.origin + kKeys - 1) / kKeys;
     work.number.set(found.request);
     if (max_splits > 1) {
@@ -91,12 +93,14 @@ struct PrefillProducers {
   }
   // Zeros the output rows of no request.
   FI_DEVICE void clear_padding() const {
-    const PaddingRows padding = PaddingRows::of(p.padded_rows, p.batch, p.schedule.requests);
-    const int bytes = out_bytes(p.out_type), count = padding.count() * p.qo_heads;
+    const PaddingRows padding = PaddingRows::of(p.padded_rows, p.batch_size, p.schedule.requests);
+    const int bytes = out_bytes(p.problem.out_type), count = padding.count() * p.problem.qo_heads;
     for (int i = blockIdx.x; i < count; i += gridDim.x) {
-      const int row = i / p.qo_heads, head = i - row * p.qo_heads;
-      char* out = static_cast<char*>(p.out) + (padding.row(row) * p.out_token + head * p.out_head) * bytes;
-      for (int j = threadIdx.x % 32 * 16; j < p.head_dim_vo * bytes; j += 512) store_global(out + j, uint4{0, 0, 0, 0});
+      const int row = i / p.problem.qo_heads, head = i - row * p.problem.qo_heads;
+      char* out = static_cast<char*>(p.problem.out) +
+                  (padding.row(row) * p.problem.out_token + head * p.problem.out_head) * bytes;
+      for (int j = threadIdx.x % 32 * 16; j < p.problem.head_dim_vo * bytes; j += 512)
+        store_global(out + j, uint4{0, 0, 0, 0});
     }
   }
   // A CTA takes one work tile ahead, no more: tiles that it holds late in the kernel leave other CTAs idle
@@ -150,8 +154,8 @@ struct PrefillProducers {
     const auto at = PipelineState::producer_at<decltype(Shared::q_pipeline)::kStages>(use);
     pipeline.acquire(at);
     if (leads()) {
-      Barrier& full = pipeline.expect(at.stage, p.tile_tokens * p.group_size.value * kRowBytes);
-      tma_load_tile<kDimQK>(shared.q[at.stage], kRows * 128 / sizeof(T), p.q, full, 0, 0, work.kv_head,
+      Barrier& full = pipeline.expect(at.stage, p.tile_tokens * p.problem.group_size.value * kRowBytes);
+      tma_load_tile<kDimQK>(shared.q[at.stage], kRows * 128 / sizeof(T), p.copies.q, full, 0, 0, work.kv_head,
                             work.request.qo_begin + work.token);
     }
     __syncwarp();
@@ -164,28 +168,28 @@ struct PrefillProducers {
   FI_DEVICE void produce(const TensorMap& from, KV (&to)[kStages][kKeys * kDim], Barrier (&full)[kStages],
                          Barrier (&empty)[kStages], bool values) const {
     constexpr int kColumns = 128 / sizeof(KV);
-    const int boxes = kKeys / p.box_keys, lane = threadIdx.x % 32;
+    const int boxes = kKeys / p.copies.box_keys, lane = threadIdx.x % 32;
     auto at = PipelineState::producer();
     for_each_tile([&](const Tile& tile) {
       if (tile.count == 0) return;
-      int2 next = locate(tile, tile.key(tile.begin + tile.count - 1) + lane * p.box_keys, values);
+      int2 next = locate(tile, tile.key(tile.begin + tile.count - 1) + lane * p.copies.box_keys, values);
       for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j) {
         int2 now = next;
         if (j > tile.begin)
-          next = locate(tile, tile.key(j - 1) + lane * p.box_keys, values);  // loads while the stage is acquired
+          next = locate(tile, tile.key(j - 1) + lane * p.copies.box_keys, values);  // loads while the stage is acquired
         empty[at.stage].wait(at.phase);
         if (lane == 0) full[at.stage].arrive_expect(kKeys * kDim * sizeof(KV));
         KV* line = to[at.stage];
         for (int first = 0; first < boxes; first += 32) {
-          if (first > 0) now = locate(tile, tile.key(j) + (first + lane) * p.box_keys, values);
+          if (first > 0) now = locate(tile, tile.key(j) + (first + lane) * p.copies.box_keys, values);
           const int count = min(32, boxes - first);
-          for (int b = 0; b < count; ++b, line += p.box_keys * (kWholeRows ? kDim : kColumns)) {
+          for (int b = 0; b < count; ++b, line += p.copies.box_keys * (kWholeRows ? kDim : kColumns)) {
             const int token = __shfl_sync(0xffffffffu, now.x, b), page = __shfl_sync(0xffffffffu, now.y, b);
             if (lane > 0) continue;
             if constexpr (kWholeRows) {
               tma_load(line, from, full[at.stage], 0, 0,
-                       p.heads_in_column_blocks ? tile.kv_head * (kDim / kColumns) : 0,
-                       token / 8 + tile.kv_head * p.row_groups_per_head, page);
+                       p.copies.heads_in_column_blocks ? tile.kv_head * (kDim / kColumns) : 0,
+                       token / 8 + tile.kv_head * p.copies.row_groups_per_head, page);
             } else {
               tma_load_tile<kDim>(line, kKeys * kColumns, from, full[at.stage], 0, token, tile.kv_head, page);
             }
@@ -226,7 +230,7 @@ struct PrefillProducers {
 #pragma unroll
       for (int i = 0; i < kBatches; ++i) {
         const int known = min(key(tile, j, i), tile.request.kv_len - 1);
-        ids[i] = p.page_indices[table + static_cast<int>(divide(known, p.page_size))];
+        ids[i] = p.pages.page_indices[table + static_cast<int>(divide(known, p.pages.page_size))];
       }
     }
     FI_DEVICE int group(int i) const { return part + i * kWarps; }
@@ -249,9 +253,9 @@ struct PrefillProducers {
 #pragma unroll
     for (int i = 0; i < pages.kBatches; ++i) {
       const int key = pages.key(tile, j, i), page = pages.ids[i];
-      const bool exists = key < tile.request.kv_len && static_cast<unsigned>(page) <= p.last_page;
+      const bool exists = key < tile.request.kv_len && static_cast<unsigned>(page) <= p.pages.last_page;
       unsigned valid = __ballot_sync(0xffffffffu, exists) >> row;
-      const int slot = key - static_cast<int>(divide(key, p.page_size) * p.page_size.value);
+      const int slot = key - static_cast<int>(divide(key, p.pages.page_size) * p.pages.page_size.value);
       const char* mine = head + (exists ? page * from.page + slot * from.token : 0);
 #pragma unroll kRowBytes % 128 == 0 ? 2 : 1
       for (int first = 0; first < min(32, pages.kGroups * 8 - i * 32); first += 8, line += kStep, valid >>= 8) {
@@ -311,15 +315,15 @@ struct PrefillProducers {
 
   // Where the page table of a request begins, that of V or of K.
   FI_DEVICE int table(const Tile& tile, bool values) const {
-    return tile.request.kv_begin + (kSplitTables && values ? p.v_table_offset : 0);
+    return tile.request.kv_begin + (kSplitTables && values ? p.pages.v_table_offset : 0);
   }
 
   // The token in its page and the page of a key. Beyond the last key: any page that exists.
   FI_DEVICE int2 locate(const Tile& tile, int key, bool values) const {
-    if (!p.page_indices) return {tile.request.kv_begin + key, 0};
-    const int known = min(key, tile.request.kv_len - 1), entry = divide(known, p.page_size);
-    const int token = key == known ? key - entry * static_cast<int>(p.page_size.value) : 0;
-    return {token, p.page_indices[table(tile, values) + entry]};
+    if (!p.pages.page_indices) return {tile.request.kv_begin + key, 0};
+    const int known = min(key, tile.request.kv_len - 1), entry = divide(known, p.pages.page_size);
+    const int token = key == known ? key - entry * static_cast<int>(p.pages.page_size.value) : 0;
+    return {token, p.pages.page_indices[table(tile, values) + entry]};
   }
 };
 

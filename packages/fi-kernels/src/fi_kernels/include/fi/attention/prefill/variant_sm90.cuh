@@ -12,7 +12,7 @@ namespace fi {
 
 // A packed row of a work tile.
 FI_DEVICE Row row_of(const BatchPrefillParams& p, const WorkTile& work, int row) {
-  const int group = static_cast<int>(p.group_size.value), token = divide(row, p.group_size);
+  const int group = static_cast<int>(p.problem.group_size.value), token = divide(row, p.problem.group_size);
   return {work.token + token, work.kv_head * group + row - token * group};
 }
 
@@ -38,12 +38,13 @@ FI_DEVICE void score_rows(const BatchPrefillParams& p, const Mask& mask, const W
 template <int kScores>
 FI_DEVICE void score_by_variant(const BatchPrefillParams& p, const Variant::Arguments& arguments, const WorkTile& work,
                                 int row, int group, int key, bool masked, float (&s)[kScores]) {
-  const Mask mask = Mask::of_range(p.causal, p.window_left, work.request.qo_len, work.request.kv_len);
+  const Mask mask =
+      Mask::of_range(p.problem.mask.causal, p.problem.mask.window_left, work.request.qo_len, work.request.kv_len);
   Variant::Params params;
-  params.set(arguments, p.qo_heads, p.kv_heads, mask);
+  params.set(arguments, p.problem.qo_heads, p.problem.kv_heads, mask);
   Variant variant(params, work.number.get());
   const int column = work.origin + key + static_cast<int>(threadIdx.x) % 4 * 2;
-  if (!masked && uniform(divide(group * 64 + 63, p.group_size)) < work.tokens)
+  if (!masked && uniform(divide(group * 64 + 63, p.problem.group_size)) < work.tokens)
     score_rows<false>(p, mask, work, variant, row, column, s);
   else
     score_rows<true>(p, mask, work, variant, row, column, s);
@@ -53,20 +54,22 @@ FI_DEVICE void score_by_variant(const BatchPrefillParams& p, const Variant::Argu
 template <class T, int kOutputs>
 FI_DEVICE void store_by_variant(const BatchPrefillParams& p, const Variant::Arguments& arguments, const WorkTile& work,
                                 int row, const float (&o)[kOutputs], int h, float row_max, float row_sum) {
-  const Mask mask = Mask::of_range(p.causal, p.window_left, work.request.qo_len, work.request.kv_len);
+  const Mask mask =
+      Mask::of_range(p.problem.mask.causal, p.problem.mask.window_left, work.request.qo_len, work.request.kv_len);
   Variant::Params params;
-  params.set(arguments, p.qo_heads, p.kv_heads, mask);
+  params.set(arguments, p.problem.qo_heads, p.problem.kv_heads, mask);
   Variant variant(params, work.number.get());
   row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 1);
   row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 2);
   Row at = row_of(p, work, row);
   const bool exists = at.i < work.token + work.tokens;
   if (!exists) at = row_of(p, work, 0);  // its results are not stored
-  const auto output = variant.end(at, row_max, row_sum, p.out_scale);
+  const auto output = variant.end(at, row_max, row_sum, p.problem.out_scale);
   const int64_t token = work.request.qo_begin + at.i;
   const int lane = threadIdx.x % 32;
-  if (p.lse && lane % 4 == 0 && exists) p.lse[token * p.qo_heads + at.head] = softmax_lse<CudaMath>(row_max, row_sum);
-  T* out = static_cast<T*>(p.out) + token * p.out_token + at.head * p.out_head + lane % 4 * 8;
+  if (p.problem.lse && lane % 4 == 0 && exists)
+    p.problem.lse[token * p.problem.qo_heads + at.head] = softmax_lse<CudaMath>(row_max, row_sum);
+  T* out = static_cast<T*>(p.problem.out) + token * p.problem.out_token + at.head * p.problem.out_head + lane % 4 * 8;
 #pragma unroll
   for (int block = 0; block < kOutputs / 4; block += 4) {
     unsigned x[4];

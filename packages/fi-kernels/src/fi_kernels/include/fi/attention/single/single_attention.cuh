@@ -109,7 +109,7 @@ FI_DEVICE void combine_chunks(const SingleAttentionParams& params, const Variant
   row_sum = warp_sum(row_sum);
   pdl_launch_dependents();
   __syncthreads();
-  const auto output = variant.end(row, row_max, row_sum, p.value_scale(row.head / p.group_size));
+  const auto output = variant.end(row, row_max, row_sum, p.value_scale(row.head / p.group()));
   const int64_t out = row.i * p.out_token + row.head * p.out_head;
 #pragma unroll 1
   for (int x = threadIdx.x; x < p.head_dim_vo; x += blockDim.x) {

@@ -15,6 +15,53 @@ if TYPE_CHECKING:
     import torch
 
 
+def _refuse(**forms: Any) -> None:
+    """Raises NotImplementedError for another form of the pattern."""
+    for name, given in forms.items():
+        if given is not None:
+            raise unsupported(name, given, "pass the pattern as indptr and indices")
+
+
+def _pattern(
+    indptr: torch.Tensor, indices: torch.Tensor, M: int, N: int, R: int, C: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Offsets and columns of the blocks, on the host; a column may be N / C, which is no block. Raises ValueError."""
+    for name, value in (("M", M), ("N", N), ("R", R), ("C", C)):
+        if not isinstance(value, int) or value < (name in "RC"):
+            raise ValueError(f"{name}: {'a positive' if name in 'RC' else 'no negative'} integer; got {value!r}")
+    rows = -(-M // R)
+    if N % C or indptr.ndim != 1 or len(indptr) != rows + 1 or indices.ndim != 1:
+        raise ValueError(
+            f"indptr: N a multiple of C, ceil(M / R) + 1 = {rows + 1} offsets and flat indices are required; got N "
+            f"= {N}, C = {C}, indptr of shape {tuple(indptr.shape)} and indices of shape {tuple(indices.shape)}"
+        )
+    begins, columns = indptr.cpu().long(), indices.cpu().long()
+    if rows and (begins[0] != 0 or (begins.diff() < 0).any() or begins[-1] > len(columns)):
+        raise ValueError(f"indptr: ascending offsets from 0 to at most {len(columns)} are required; got {indptr}")
+    columns = columns[: int(begins[-1])]
+    if len(columns) and not 0 <= int(columns.min()) <= int(columns.max()) <= N // C:
+        raise ValueError(
+            f"indices out of bound: columns of blocks below N / C = {N // C} are required; got "
+            f"{int(columns.min())} to {int(columns.max())}"
+        )
+    return begins, columns
+
+
+def _without_padding(
+    begins: torch.Tensor, columns: torch.Tensor, blocks: int, mask: torch.Tensor | None, packed_mask: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The pattern and its mask without columns that are no block. Raises ValueError for a packed mask."""
+    import torch
+
+    kept = columns < blocks
+    if kept.all():
+        return begins, columns, mask
+    if packed_mask is not None:
+        raise ValueError(f"indices: below N / C = {blocks} is required with packed_mask; got {blocks}")
+    mask = None if mask is None else mask[: len(kept)][kept[: len(mask)].to(mask.device)]
+    return torch.nn.functional.pad(kept.cumsum(0), (1, 0))[begins], columns[kept], mask
+
+
 @fi_api
 class BlockSparseAttentionWrapper:
     """Attention of M query tokens over the blocks of N keys that a matrix of blocks (BSR) selects, for all heads alike.
@@ -94,44 +141,18 @@ class BlockSparseAttentionWrapper:
         """
         import torch
 
-        prefill = self._prefill
-        prefill._forget_plan()
-        for name, given in (("block_mask", block_mask), ("kv_block_lens", kv_block_lens), ("q2k_indices", q2k_indices),
-                            ("q2k_num", q2k_num)):  # fmt: skip
-            if given is not None:
-                raise unsupported(name, given, "pass the pattern as indptr and indices")
-        for name, value in (("M", M), ("N", N), ("R", R), ("C", C)):
-            if not isinstance(value, int) or value < (name in "RC"):
-                raise ValueError(f"{name}: {'a positive' if name in 'RC' else 'no negative'} integer; got {value!r}")
-        rows = -(-M // R)
-        if N % C or indptr.ndim != 1 or len(indptr) != rows + 1 or indices.ndim != 1:
-            raise ValueError(
-                f"indptr: N a multiple of C, ceil(M / R) + 1 = {rows + 1} offsets and flat indices are required; got N "
-                f"= {N}, C = {C}, indptr of shape {tuple(indptr.shape)} and indices of shape {tuple(indices.shape)}"
-            )
-        begins, columns = indptr.cpu().long(), indices.cpu().long()
-        if rows and (begins[0] != 0 or (begins.diff() < 0).any() or begins[-1] > len(columns)):
-            raise ValueError(f"indptr: ascending offsets from 0 to at most {len(columns)} are required; got {indptr}")
-        columns = columns[: int(begins[-1])]
-        if len(columns) and not 0 <= int(columns.min()) <= int(columns.max()) <= N // C:
-            raise ValueError(
-                f"indices out of bound: columns of blocks below N / C = {N // C} are required; got "
-                f"{int(columns.min())} to {int(columns.max())}"
-            )
-        kept = columns < N // C
-        if not kept.all():
-            if packed_mask is not None:
-                raise ValueError(f"indices: below N / C = {N // C} is required with packed_mask; got {N // C}")
-            mask = None if mask is None else mask[: len(kept)][kept[: len(mask)].to(mask.device)]
-            begins, columns = torch.nn.functional.pad(kept.cumsum(0), (1, 0))[begins], columns[kept]
-        qo_indptr = (torch.arange(rows + 1) * R).clamp(max=M)
+        self._prefill._forget_plan()
+        _refuse(block_mask=block_mask, kv_block_lens=kv_block_lens, q2k_indices=q2k_indices, q2k_num=q2k_num)
+        begins, columns = _pattern(indptr, indices, M, N, R, C)
+        begins, columns, mask = _without_padding(begins, columns, N // C, mask, packed_mask)
+        qo_indptr = (torch.arange(len(begins)) * R).clamp(max=M)
         if packed_mask is None and mask is not None:
             mask = _by_row(mask, begins, len(columns), R, C)[: int((qo_indptr.diff() * begins.diff()).sum()) * C]
         self._shape = N, C
         self._scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        prefill.plan(
+        self._prefill.plan(
             int32_index(qo_indptr), int32_index(begins), int32_index(columns),
-            torch.full((rows,), C, dtype=torch.int32), num_qo_heads, num_kv_heads, head_dim, C,
+            torch.full((len(begins) - 1,), C, dtype=torch.int32), num_qo_heads, num_kv_heads, head_dim, C,
             custom_mask=mask, packed_custom_mask=packed_mask, causal=causal,
             pos_encoding_mode=pos_encoding_mode, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
             rope_scale=rope_scale, rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from families.harness import using
 from families.test_mla import Wrapper, batch, workspace
+from fi_core.runtime.errors import UnsupportedError
 
 
 @pytest.mark.gpu
@@ -52,3 +54,12 @@ def test_a_run_after_a_failed_plan_is_refused(device: str) -> None:
         wrapper.plan(*arguments)
     with pytest.raises(RuntimeError, match="the last plan failed"):
         wrapper.run(*b.run_arguments())
+
+
+def test_a_forced_implementation_counts_for_a_plan_made_before() -> None:
+    b, wrapper = batch((70, 3)), Wrapper(workspace("cpu"))
+    wrapper.plan(*b.plan_arguments())
+    want = wrapper.run(*b.run_arguments())
+    with using("batch_mla", "mma_sm80"), pytest.raises(UnsupportedError, match="requires device == cuda"):
+        wrapper.run(*b.run_arguments())
+    assert torch.equal(wrapper.run(*b.run_arguments()), want)

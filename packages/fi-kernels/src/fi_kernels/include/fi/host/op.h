@@ -96,7 +96,8 @@ class Module {
   }
   using Words = decltype(words_of(std::declval<const Args&>()));
   using Known = Table<Words, 64>;
-  static inline Known known;
+  static inline Known& known = *new Known;          // calls may outlive the end of the program
+  static inline std::atomic<int64_t> forgotten{0};  // how often
   static inline Kernels kernels;
 
   static Args arguments(const Values& v) {
@@ -171,7 +172,7 @@ class Module {
     set_number(result, kernels.add(kernel.release()));
   }
   static void learn(const Values& v, TVMFFIAny*) { add(v, known); }
-  static void forget(const Values&, TVMFFIAny*) { known.clear(); }
+  static void forget(const Values&, TVMFFIAny*) { known.clear(), forgotten.fetch_add(1); }
 #if FI_CUDA
   static void rehearse(const Values& v, TVMFFIAny* result) {
     Owned<Kernel> kernel(named(v));
@@ -202,6 +203,9 @@ class Module {
       return guarded(kOp, [&] {
         auto& planned = *static_cast<Planned*>(self);
         const Values v{any, count};
+        if (const int64_t now = forgotten.load(std::memory_order_relaxed);
+            planned.forgotten_.load(std::memory_order_relaxed) != now)
+          planned.known_.clear(), planned.forgotten_.store(now, std::memory_order_relaxed);
         if (count > 0 && any[0].type_index == kTVMFFIInt) return add(v, planned.known_);  // no op begins with a number
         expect(v, Args::kCount);
         find_and_enter(Args::from(planned.plan_, v), planned.known_, result);
@@ -213,6 +217,7 @@ class Module {
     std::array<KeptTensor, 12> kept_;
     size_t used_ = 0;
     Table<Words, 1> known_;
+    std::atomic<int64_t> forgotten_{forgotten.load(std::memory_order_relaxed)};
   };
   static void plan(const Values& v, TVMFFIAny* result) {
     expect(v, 1 + Plan::kCount);

@@ -1,5 +1,5 @@
-// Kernels by the words of a request. Readers take no lock: a node lives as long as the table, since another thread may
-// read it, also after `clear`, which is for tests.
+// Kernels by the words of a request. Readers take no lock, so `clear`, which is for tests, keeps the nodes: another
+// thread may read them.
 #pragma once
 #include <array>
 #include <atomic>
@@ -24,6 +24,10 @@ class Table {
   Table() = default;
   Table(const Table&) = delete;
   Table& operator=(const Table&) = delete;
+  ~Table() {
+    for (auto& head : heads_)
+      for (const Node* node = head.load(std::memory_order_acquire); node;) delete std::exchange(node, node->next);
+  }
 
   const Node* find(const Words& words) const {
     const Node* node = heads_[chain(words)].load(std::memory_order_acquire);

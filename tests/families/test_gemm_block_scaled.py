@@ -134,6 +134,60 @@ def test_shuffled_weights(device: str) -> None:
     assert torch.equal(got, plain)
 
 
+def mxfp8(rows: int, k: int, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values, scales in rows and the fp64 product of both."""
+    values = rand(rows, k, dtype=torch.float32, device=device, seed=seed).to(torch.float8_e4m3fn)
+    codes = scales(rows, k // 32, device, 124, 131, seed)
+    return values, codes, values.cpu().double() * torch.exp2(codes.cpu().double() - 127).repeat_interleave(32, -1)
+
+
+@pytest.mark.parametrize("tiles_of_8", [False, True])
+def test_shuffled_mxfp8_weights(tiles_of_8: bool, device: str) -> None:
+    (a, sa, left), (b, sb, right) = mxfp8(37, 256, device), mxfp8(384, 256, device, 1)
+    codes = swizzled(sa).view(-1)
+    if tiles_of_8:  # (r, s) of 8 columns is at r // 8 * 64 + s // 4 * 32 + r % 8 * 4 + s % 4
+        codes = torch.nn.functional.pad(sa, (0, 0, 0, 3))
+        codes = codes.view(5, 8, 2, 4).transpose(1, 2).reshape(-1)
+    weights = fi_core.shuffle_matrix_a(b.view(torch.uint8), 128).view(b.dtype)
+    tiled = fi_core.shuffle_matrix_sf_a(sb, 128, 32).view(-1)
+    got = fi_core.mm_mxfp8(
+        a, weights.t(), codes, tiled, out_dtype=torch.float32, use_8x4_sf_layout=tiles_of_8, backend="trtllm"
+    )
+    assert_close(got, left @ right.T, tolerance=(1e-5, 1e-3))
+
+
+def test_grouped_mxfp8_scales_are_swizzled_bytes(device: str) -> None:
+    """The shape of rows is also that of whole tiles; rows are read as such only where sf_layout names them."""
+    (a, sa, left), (b, sb, right) = mxfp8(256, 128, device), mxfp8(2 * 128, 128, device, 1)
+    offsets = torch.tensor([0, 100, 256], dtype=torch.int32, device=device)
+    right = right.view(2, 128, 128)
+    want = torch.cat((left[:100] @ right[0].T, left[100:] @ right[1].T))
+    matrices, of_weights = b.view(2, 128, 128), torch.stack([swizzled(own) for own in sb.view(2, 128, 4)])
+    got = fi_core.grouped_mm_mxfp8(a, matrices, swizzled(sa), of_weights, offsets, out_dtype=torch.float32)
+    assert_close(got, want, tolerance=(1e-5, 1e-3))
+    got = fi_core.grouped_mm_mxfp8(
+        a, matrices, sa, sb.view(2, 128, 4), offsets, out_dtype=torch.float32, sf_layout=SfLayout.layout_linear
+    )
+    assert_close(got, want, tolerance=(1e-5, 1e-3))
+
+
+def test_batched_mxfp8_scales_are_swizzled_where_both_fit(device: str) -> None:
+    (a, sa, left), (b, sb, right) = mxfp8(256, 128, device), mxfp8(256, 128, device, 1)
+    want = left.view(2, 128, 128) @ right.view(2, 128, 128).mT
+    tiled = [torch.stack([swizzled(own) for own in codes.view(2, 128, 4)]) for codes in (sa, sb)]
+    got = fi_core.bmm_mxfp8(a.view(2, 128, 128), b.view(2, 128, 128).mT, *tiled, torch.float32)
+    assert_close(got, want, tolerance=(1e-5, 1e-3))
+
+
+@pytest.mark.parametrize(("m", "n"), [(5, 72), (130, 200)])
+def test_mxfp8_scales_in_rows(m: int, n: int, device: str) -> None:
+    """Where their shape is not that of whole tiles."""
+    (a, sa, left), (b, sb, right) = mxfp8(m, 160, device), mxfp8(n, 160, device, 1)
+    assert_close(
+        fi_core.mm_mxfp8(a, b.t(), sa, sb.t(), out_dtype=torch.float32), left @ right.T, tolerance=(1e-5, 1e-3)
+    )
+
+
 def test_quantized_operands_give_the_product(device: str) -> None:
     """What the quantizers return is what the products take."""
     x, w = (rand(rows, 256, dtype=torch.bfloat16, device=device, seed=rows) for rows in (20, 72))
@@ -151,8 +205,8 @@ def test_quantized_operands_give_the_product(device: str) -> None:
     assert error(fi_core.mm_fp4(a, b.t(), sa, sb.t(), block_size=32, use_nvfp4=False)) < 0.2
     (a, sa), (b, sb) = fi_core.mxfp8_quantize(x), fi_core.mxfp8_quantize(w)
     assert error(fi_core.mm_mxfp8(a, b.t(), sa, sb)) < 0.06
-    (a, sa), (b, sb) = fi_core.mxfp8_quantize(x.view(2, 10, 256)), fi_core.mxfp8_quantize(torch.stack((w, w)))
-    got = fi_core.bmm_mxfp8(a, b.mT, sa, sb, torch.float32)
+    (a, sa), (b, sb) = fi_core.mxfp8_quantize(x.view(2, 10, 256)), fi_core.mxfp8_quantize(w)
+    got = fi_core.bmm_mxfp8(a, torch.stack((b, b)).mT, sa, torch.stack((sb, sb)).view(2, 128, 8), torch.float32)
     assert error(got.view(20, 72)) < 0.06
     one = torch.full((1,), 1 / (448 * 6), device=device)
     (a, sa, token), (b, sb) = fi_core.nvfp4_quantize(x, one, per_token_activation=True), fi_core.nvfp4_quantize(w, gw)
@@ -243,6 +297,40 @@ REFUSALS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError, r"a_descale must have shape \[2, 2\]",
     ),
     (
+        lambda: fi_core.mm_mxfp8(fp8(128, 128), fp8(4, 128).t(), u8(128, 4), u8(512)),
+        ValueError, r"a_descale must not have shape \[128, 4\] .*fits rows and layout layout_128x4; pass it flat",
+    ),
+    (
+        lambda: fi_core.mm_mxfp8(fp8(2, 128), fp8(128, 128).t(), u8(512), u8(128, 4).t()),
+        ValueError, r"b_descale must not have shape \[128, 4\] .*`block_scale_interleave` of rows",
+    ),
+    (
+        lambda: fi_core.mm_mxfp8(fp8(2, 128), fp8(128, 128).t(), u8(2, 4), u8(512), backend="trtllm"),
+        ValueError, 'a_descale must be flat in a swizzled layout for backend "trtllm"',
+    ),
+    (
+        lambda: fi_core.mm_mxfp8(fp8(2, 128), fp8(128, 128).t(), u8(8), u8(512)),
+        ValueError, r"a_descale must have shape \[2, 4\], or \[128, 4\] in layout layout_128x4",
+    ),
+    (
+        lambda: fi_core.mm_mxfp8(fp8(2, 64), fp8(4, 64).t(), u8(512), u8(512), backend="trtllm"),
+        ValueError, 'b must have n a multiple of 128 for backend "trtllm"',
+    ),
+    (
+        lambda: fi_core.bmm_mxfp8(fp8(2, 72, 128), fp8(2, 128, 128).mT, u8(1024), u8(1024), torch.bfloat16),
+        ValueError, r"A_scale must have shape \[2, 128, 4\] .*1024 flat values fit one padding of each matrix",
+    ),
+    (
+        lambda: fi_core.grouped_mm_mxfp8(fp8(2, 64), fp8(1, 4, 64), u8(2, 2), u8(512), torch.tensor([0, 2])),
+        ValueError, r"a_descale must have shape \[128, 4\] in layout layout_128x4.*`block_scale_interleave` makes",
+    ),
+    (
+        lambda: fi_core.grouped_mm_mxfp8(
+            fp8(2, 64), fp8(1, 4, 64), u8(2, 2), u8(512), torch.tensor([0, 2]), sf_layout="rows"
+        ),
+        ValueError, "sf_layout: a member of SfLayout is required; got 'rows'",
+    ),
+    (
         lambda: fi_core.bmm_mxfp8(fp8(1, 2, 64), fp8(1, 64, 4), u8(5), u8(512), torch.bfloat16),
         ValueError, r"A_scale must have shape \[1, 2, 2\]",
     ),
@@ -252,7 +340,7 @@ REFUSALS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (
         lambda: fi_core.grouped_mm_mxfp8(
-            fp8(2, 64), fp8(1, 4, 64), u8(2, 2), u8(1, 4, 2), torch.tensor([0, 2], dtype=torch.int32),
+            fp8(2, 64), fp8(1, 4, 64), u8(512), u8(1, 512), torch.tensor([0, 2], dtype=torch.int32),
             out=torch.empty(2, 5).bfloat16(),
         ),
         ValueError, "out must have shape",

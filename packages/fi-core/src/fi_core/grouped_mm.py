@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from fi_core.gemm import block_scaled_trace, trace
 from fi_core.gemm.backends import takes_backends
-from fi_core.gemm.block_scaled import MXFP8, Scaled, fp4_format, scaled
+from fi_core.gemm.block_scaled import MXFP8, Rows, Scaled, fp4_format, scaled
 from fi_core.gemm.dense import is_16_bit, is_fp8, output
 from fi_core.gemm.ops import gemm
 from fi_core.observe.log import fi_api
+from fi_core.quantization.layout import SfLayout, checked_layout
 
 if TYPE_CHECKING:
     import torch
@@ -174,16 +175,18 @@ def grouped_mm_mxfp8(
     *,
     backend: str = "cudnn",
     tactic: int = -1,
+    sf_layout: SfLayout = SfLayout.layout_128x4,
 ) -> torch.Tensor:
     """As `grouped_mm_bf16` for MXFP8 operands. Both operands become bf16 first, which holds them exactly.
 
     Args:
         a: `[cum_m, k]`, e4m3; k is a multiple of 32.
         b: `[groups, n, k]`, e4m3.
-        a_descale: powers of two (ue8m0) of 32 values of k, uint8: `[cum_m, k / 32]`, or flat in the 128x4 layout.
-        b_descale: `[groups, n, k / 32]`; or in the 128x4 layout, flat for all rows, or
-            `[groups, n padded to 128, k / 32 padded to 4]`.
+        a_descale: powers of two (ue8m0) of 32 values of k, uint8: `[cum_m padded to 128, k / 32 padded to 4]` in the
+            128x4 layout, or flat.
+        b_descale: `[groups, n padded to 128, k / 32 padded to 4]`, or flat for all rows.
         m_indptr, out, out_dtype, backend, tactic: as for `grouped_mm_bf16`.
+        sf_layout: of both scales; `SfLayout.layout_linear` means `[cum_m, k / 32]` and `[groups, n, k / 32]`.
 
     Returns:
         out.
@@ -192,5 +195,7 @@ def grouped_mm_mxfp8(
         ValueError: A shape, stride, dtype or device does not fit; the text names the argument.
     """
     _check(a, b)
-    left, right = scaled("a", a, "a_descale", a_descale, MXFP8), scaled("b", b, "b_descale", b_descale, MXFP8)
+    checked_layout("sf_layout", sf_layout)
+    left = scaled("a", a, "a_descale", a_descale, MXFP8, sf_layout, Rows.NEVER)
+    right = scaled("b", b, "b_descale", b_descale, MXFP8, sf_layout, Rows.NEVER)
     return _multiply(left, right, m_indptr, None, out, out_dtype, b.shape[1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.gemm import block_scaled_trace as trace
@@ -35,12 +36,19 @@ class Format(NamedTuple):
     block: int  # values that share a scale
     scale: int  # the format of scales
     scale_dtypes: tuple[str, ...]
-    matrix_is_linear: bool  # scales of shape [rows, k / block] are linear also where the padded shape is the same
 
 
-NVFP4 = Format("uint8", 2, 16, E4M3_SCALE, ("uint8", "float8_e4m3fn"), False)
-MXFP4 = Format("uint8", 2, 32, UE8M0_SCALE, ("uint8", "float8_e8m0fnu"), False)
-MXFP8 = Format("float8_e4m3fn", 1, 32, UE8M0_SCALE, ("uint8", "float8_e8m0fnu"), True)
+NVFP4 = Format("uint8", 2, 16, E4M3_SCALE, ("uint8", "float8_e4m3fn"))
+MXFP4 = Format("uint8", 2, 32, UE8M0_SCALE, ("uint8", "float8_e8m0fnu"))
+MXFP8 = Format("float8_e4m3fn", 1, 32, UE8M0_SCALE, ("uint8", "float8_e8m0fnu"))
+
+
+class Rows(Enum):
+    """Whether scales of shape `[.., rows, k / block]` are linear, by what the function's contract says."""
+
+    NEVER = 0
+    UNLESS_SWIZZLED = 1  # a shape that fits both layouts is swizzled
+    ONLY = 2  # a shape that fits both layouts is refused
 
 
 class Scaled(NamedTuple):
@@ -86,7 +94,8 @@ def _layout_of(
     scale_dtype: torch.dtype,
     strides: tuple[int, ...] | None,
     format: Format,
-    swizzled: SfLayout,
+    layout: SfLayout,
+    may_be_rows: Rows,
 ) -> tuple[SfLayout, bool]:
     """The layout of scales, and whether all rows of a batch are one matrix; once for each combination.
 
@@ -101,21 +110,37 @@ def _layout_of(
     *batch, rows, k = (*shape[:-1], shape[-1] * format.values)
     if k == 0 or k % format.block:
         raise ValueError(f"{name} must have a positive k that is a multiple of {format.block}; got {list(shape)}")
-    linear, scales = (*batch, rows, k // format.block), tuple(scale_shape_)
-    padded = (*batch, *scale_shape(swizzled, rows, k // format.block))
-    if scales == linear and (linear != padded or format.matrix_is_linear):
-        return SfLayout.layout_linear, False
+    columns = k // format.block
+    scales, linear = tuple(scale_shape_), (*batch, rows, columns)
+    padded, flat = (*batch, *scale_shape(layout, rows, columns)), math.prod(scale_shape(layout, rows, columns))
+    if scales == linear and may_be_rows is not Rows.NEVER:
+        if scales != padded or not flat:
+            return SfLayout.layout_linear, False
+        if may_be_rows is Rows.ONLY:
+            raise ValueError(
+                f"{scale_name} must not have shape {list(scales)} for {name} {list(shape)}, which fits rows and layout "
+                f"{layout.name}; pass it flat in that layout: as `mxfp8_quantize` returns it, or "
+                "`block_scale_interleave` of rows"
+            )
     if strides is not None:
         raise ValueError(f"{scale_name} must be contiguous in the order of {name}; got strides {strides}")
-    if scales in (padded, (*batch, math.prod(padded[-2:]))):
-        return swizzled, False
-    if scales == (math.prod(scale_shape(swizzled, math.prod(batch) * rows, k // format.block)),):
-        return swizzled, True
-    if scales == (math.prod(linear),):
-        return SfLayout.layout_linear, False
+    if scales in (padded, (*batch, flat)):
+        return layout, False
+    count = math.prod(batch)
+    all_rows = math.prod(scale_shape(layout, count * rows, columns))
+    if scales == (all_rows,):
+        if all_rows == count * flat and rows * count % scale_shape(layout, 1, 1)[0] and count > 1:
+            raise ValueError(
+                f"{scale_name} must have shape {list(padded)} for {name} {list(shape)}; {all_rows} flat values fit one "
+                "padding of each matrix and one of all rows"
+            )
+        return layout, True
+    rows_form, advice = f"{list(linear)}, or ", ""
+    if may_be_rows is Rows.NEVER:
+        rows_form, advice = "", "; `block_scale_interleave` makes that of rows"
     raise ValueError(
-        f"{scale_name} must have shape {list(linear)}, or {list(padded)} in layout {swizzled.name}, for {name} "
-        f"{list(shape)}; got {list(scales)}"
+        f"{scale_name} must have shape {rows_form}{list(padded)} in layout {layout.name}, for {name} {list(shape)}; "
+        f"got {list(scales)}{advice}"
     )
 
 
@@ -125,18 +150,19 @@ def scaled(
     scale_name: str,
     scales: torch.Tensor,
     format: Format,
-    swizzled: SfLayout = SfLayout.layout_128x4,
+    layout: SfLayout = SfLayout.layout_128x4,
+    may_be_rows: Rows = Rows.UNLESS_SWIZZLED,
 ) -> Scaled:
     """Checks an operand `[.., rows, k]` and its scales.
 
-    Scales of shape `[.., rows, k / block]` are linear. Those of the padded shape are swizzled, each matrix of a batch
-    by itself. Flat ones are swizzled, all rows of a batch as one matrix.
+    Scales of the padded shape are in `layout`, each matrix of a batch by itself. Flat ones are in `layout`, all rows of
+    a batch as one matrix. Those of shape `[.., rows, k / block]` may be linear.
     """
     import torch
 
     strides = None if scales.is_contiguous() else scales.stride()
     layout, one_matrix = _layout_of(
-        name, x.shape, x.dtype, scale_name, scales.shape, scales.dtype, strides, format, swizzled
+        name, x.shape, x.dtype, scale_name, scales.shape, scales.dtype, strides, format, layout, may_be_rows
     )
     if strides is not None:
         scales = scales.contiguous()
@@ -168,6 +194,16 @@ def _place_of_row(n: int, device: torch.device) -> torch.Tensor:
     import torch
 
     return get_shuffle_matrix_a_row_indices(torch.empty(n, 1), _EPILOGUE_ROWS).argsort().to(device)
+
+
+def _can_be_shuffled(b: torch.Tensor) -> None:
+    if b.shape[1] % _EPILOGUE_ROWS:
+        raise ValueError(f'b must have n a multiple of 128 for backend "trtllm"; got {list(b.shape)}')
+
+
+def _unshuffled(out: torch.Tensor) -> torch.Tensor:
+    """out, whose columns are in the order of shuffled weights, with its columns in the order of the weights."""
+    return out.copy_(out.index_select(1, _place_of_row(out.shape[1], out.device)))
 
 
 @fi_api(trace=trace.MM_FP4)
@@ -216,15 +252,14 @@ def mm_fp4(
     """
     format = fp4_format(block_size, use_nvfp4)
     are_columns(b, a)
+    if backend == "trtllm":
+        _can_be_shuffled(b)
     layout = SfLayout.layout_8x4 if use_8x4_sf_layout else SfLayout.layout_128x4
     left = scaled("a", a, "a_descale", a_descale, format, layout)
     right = scaled("b", b.t(), "b_descale", b_descale.t() if b_descale.ndim == 2 else b_descale, format)
-    n = b.shape[1]
-    if backend == "trtllm" and n % _EPILOGUE_ROWS:
-        raise ValueError(f'b must have n a multiple of 128 for backend "trtllm"; got {list(b.shape)}')
-    out = output(a, (a.shape[0], n), out, out_dtype)
+    out = output(a, (a.shape[0], b.shape[1]), out, out_dtype)
     multiply_fp4(out, left.bf16(), right, _scalar("alpha", alpha))
-    return out.copy_(out.index_select(1, _place_of_row(n, out.device))) if backend == "trtllm" else out
+    return _unshuffled(out) if backend == "trtllm" else out
 
 
 @fi_api(trace=trace.MM_BF16_FP4)
@@ -302,8 +337,15 @@ def prepare_bf16_fp4_weights(
     return b, b_descale, _scalar("alpha", alpha)
 
 
-def _mxfp8(name: str, x: torch.Tensor, scale_name: str, scales: torch.Tensor, layout: SfLayout) -> torch.Tensor:
-    return scaled(name, x, scale_name, scales, MXFP8, layout).bf16().view(x.shape)
+def _mxfp8(
+    name: str,
+    x: torch.Tensor,
+    scale_name: str,
+    scales: torch.Tensor,
+    layout: SfLayout = SfLayout.layout_128x4,
+    may_be_rows: Rows = Rows.ONLY,
+) -> torch.Tensor:
+    return scaled(name, x, scale_name, scales, MXFP8, layout, may_be_rows).bf16().view(x.shape)
 
 
 def _rows_of(scales: torch.Tensor) -> torch.Tensor:
@@ -328,13 +370,15 @@ def mm_mxfp8(
     Args:
         a: `[m, k]`, e4m3; k is a multiple of 32, rows may be strided.
         b: `[k, n]`, e4m3: the transposed view of weights `[n, k]`.
-        a_descale: powers of two (ue8m0) of 32 values of k, uint8: `[m, k / 32]`, or flat in the 128x4 layout as
-            `mxfp8_quantize` returns it.
-        b_descale: the same for weights: `[k / 32, n]`, a transposed view, or flat in the 128x4 layout.
+        a_descale: powers of two (ue8m0) of 32 values of k, uint8: flat in the 128x4 layout as `mxfp8_quantize` returns
+            it, or `[m, k / 32]`, unless that is also the shape of the 128x4 layout.
+        b_descale: the same for weights: flat in the 128x4 layout, or a transposed view `[k / 32, n]`.
         out: `[m, n]`; rows may be strided. Allocated if None.
         out_dtype: bf16, fp16 or fp32; None means that of out, or bf16.
         use_8x4_sf_layout: a_descale is in the 8x4 layout.
-        backend: a name of FlashInfer; all of them select the kernels of this library.
+        backend: a name of FlashInfer; all of them select the kernels of this library. "trtllm" takes weights from
+            `shuffle_matrix_a(.., 128)`, n a multiple of 128, and flat scales: those of weights from
+            `shuffle_matrix_sf_a(.., 128, 32)`.
 
     Returns:
         out.
@@ -343,16 +387,25 @@ def mm_mxfp8(
         ValueError: A shape, stride, dtype or device does not fit; the text names the argument.
     """
     are_columns(b, a)
+    shuffled = backend == "trtllm"
+    if shuffled:
+        _can_be_shuffled(b)
+        for name, scales in (("a_descale", a_descale), ("b_descale", b_descale)):
+            if scales.ndim != 1:
+                raise ValueError(
+                    f'{name} must be flat in a swizzled layout for backend "trtllm"; got {list(scales.shape)}. '
+                    "`mxfp8_quantize` makes that of a, `shuffle_matrix_sf_a(.., 128, 32)` that of b"
+                )
     layout = SfLayout.layout_8x4 if use_8x4_sf_layout else SfLayout.layout_128x4
     left = _mxfp8("a", a, "a_descale", a_descale, layout)
-    right = _mxfp8("b", b.t(), "b_descale", _rows_of(b_descale), SfLayout.layout_128x4)
+    right = _mxfp8("b", b.t(), "b_descale", _rows_of(b_descale))
     out = output(a, (a.shape[0], b.shape[1]), out, out_dtype)
     gemm(out, left, right)
-    return out
+    return _unshuffled(out) if shuffled else out
 
 
 @fi_api(trace=trace.BMM_MXFP8)
-@takes_backends("cudnn", "auto")
+@takes_backends("auto", "cudnn", "cutlass")
 def bmm_mxfp8(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -360,16 +413,17 @@ def bmm_mxfp8(
     B_scale: torch.Tensor,
     dtype: torch.dtype,
     out: torch.Tensor | None = None,
-    backend: str = "cudnn",
+    backend: str = "auto",
 ) -> torch.Tensor:
     """Computes `(A[i] * A_scale[i]) @ (B[i] * B_scale[i])` for each matrix of a batch, as `mm_mxfp8`.
 
     Args:
         A: `[batch, m, k]`, e4m3; k is a multiple of 32.
         B: `[batch, k, n]`, e4m3: the transposed view of weights `[batch, n, k]`.
-        A_scale: `[batch, m, k / 32]`, uint8; or in the 128x4 layout, flat for all rows as `mxfp8_quantize` returns it,
-            or `[batch, m padded to 128, k / 32 padded to 4]`.
-        B_scale: the same for weights; a linear one is `[batch, k / 32, n]`, a transposed view.
+        A_scale: uint8 in the 128x4 layout: flat for all rows as `mxfp8_quantize` returns it, or
+            `[batch, m padded to 128, k / 32 padded to 4]`; or `[batch, m, k / 32]`, unless that is the same shape.
+        B_scale: the same for weights, `[batch, n padded to 128, k / 32 padded to 4]`; rows are a transposed view
+            `[batch, k / 32, n]`.
         dtype: of the result, bf16, fp16 or fp32.
         out: `[batch, m, n]`; allocated if None.
         backend: as for `mm_mxfp8`.
@@ -381,8 +435,13 @@ def bmm_mxfp8(
         ValueError: A shape, stride, dtype or device does not fit; the text names the argument.
     """
     are_columns(B, A, "B", batched=True)
-    left = _mxfp8("A", A, "A_scale", A_scale, SfLayout.layout_128x4)
-    right = _mxfp8("B", B.mT, "B_scale", _rows_of(B_scale), SfLayout.layout_128x4)
+    left = _mxfp8("A", A, "A_scale", A_scale, may_be_rows=Rows.UNLESS_SWIZZLED)
+    if B_scale.is_contiguous() and B_scale.shape[1:] == scale_shape(
+        SfLayout.layout_128x4, B.shape[-1], B.shape[-2] // 32
+    ):
+        right = _mxfp8("B", B.mT, "B_scale", B_scale, may_be_rows=Rows.NEVER)
+    else:
+        right = _mxfp8("B", B.mT, "B_scale", _rows_of(B_scale))
     out = output(A, (*A.shape[:-1], B.shape[-1]), out, dtype)
     gemm(out, left, right)
     return out

@@ -19,7 +19,7 @@ def _scaled_values(x, scales, block, tile_rows=128):  # type: ignore[no-untyped-
 
     values = e2m1_values(x) if x.dtype == torch.uint8 else x
     rows, columns = values.shape[0], values.shape[1] // block
-    padded = rows % tile_rows == 0 and columns % 4 == 0 and x.dtype == torch.uint8
+    padded = rows % tile_rows == 0 and columns % 4 == 0
     if tuple(scales.shape) == (rows, columns) and not padded:
         tile_rows = 1
     found = linear(scales.contiguous().view(torch.uint8), rows, columns, tile_rows)

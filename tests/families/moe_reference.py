@@ -106,8 +106,7 @@ def route(
         weights = own.softmax(-1)
     elif method == Route.TopK:
         weights = own
-    renormalizes = method in (Route.RenormalizeNaive, Route.SigmoidRenorm) and normalize
-    if biased or renormalizes:
+    if biased or method == Route.RenormalizeNaive or (method == Route.SigmoidRenorm and normalize):
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return ids, weights * scale if biased else weights
 

@@ -161,7 +161,7 @@ def trtllm_fp4_block_scale_moe(
         enable_pdl: accepted; programmatic dependent launch is on where the hardware has it.
         tune_max_num_tokens: accepted; kernels are chosen by size.
         activation_type: an `ActivationType`.
-        norm_topk_prob: whether RenormalizeNaive and SigmoidRenorm divide by the sum of the weights.
+        norm_topk_prob: whether SigmoidRenorm divides by the sum of the weights; without effect on other methods.
         routing_replay_out: int16 `[tokens or more, top_k]`; receives the chosen experts.
         output: `[tokens, hidden]`, bf16; allocated if None.
 

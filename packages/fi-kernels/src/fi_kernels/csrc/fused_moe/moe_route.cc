@@ -70,8 +70,8 @@ void route(const MoeRouteParams& p, const float* bias, const float* row, int32_t
     if (p.method == kRouteTopK) weight = x;
     total += weights[j] = weight == weight ? weight : 0.f;
   }
-  const bool by_sum = p.method == kRouteRenormalize || routes_by_bias(p.method) ||
-                      (p.normalize && (p.method == kRouteRenormalizeNaive || p.method == kRouteSigmoidRenorm));
+  const bool by_sum = p.method == kRouteRenormalize || p.method == kRouteRenormalizeNaive || routes_by_bias(p.method) ||
+                      (p.normalize && p.method == kRouteSigmoidRenorm);
   for (int32_t j = 0; j < p.top_k; ++j) {
     if (by_sum) weights[j] /= total + 1e-20f;
     if (routes_by_bias(p.method)) weights[j] *= p.scale;

@@ -160,7 +160,7 @@ FI_DEVICE void moe_route(const MoeRouteParams& p) {
   bool by_sum;
   if (p.method <= kRouteRenormalize || p.method == kRouteRenormalizeNaive) {  // softmax
     weight = __expf(weight - top);
-    by_sum = p.method == kRouteRenormalize || (p.method == kRouteRenormalizeNaive && p.normalize);
+    by_sum = p.method != kRouteDefault;
     if (!by_sum) {
       float sum = 0.f;
 #pragma unroll

@@ -32,7 +32,7 @@ struct MoeRouteParams {
   int32_t vectors;                 // rows of logits, and the bias, allow loads of four elements
   int32_t bias_type;               // 0 fp32, 1 bf16, 2 fp16
   RoutingMethod method;
-  int32_t normalize;
+  int32_t normalize;  // kRouteSigmoidRenorm divides by the sum of the weights
   float scale;
 };
 

@@ -82,6 +82,34 @@ def test_replaced_parts_change_no_token(name: str, device: str) -> None:
         assert torch.equal(tokens(model, None, ids, mask), want)
 
 
+PARTIAL: dict[str, dict[str, Any]] = {  # the share of a head's channels that rotates, and sizes
+    "GPTNeoX": {"rotary_pct": 0.25},
+    "Glm4Moe": {"partial_rotary_factor": 0.5, "num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
+    "Nemotron": {"partial_rotary_factor": 0.5},
+    "Qwen3Next": {"partial_rotary_factor": 0.25, "num_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3_5": {"partial_rotary_factor": 0.25},
+    "Glm4": {"partial_rotary_factor": 0.5},  # neighbouring channels form a pair
+}
+
+
+@pytest.mark.parametrize("family", PARTIAL)
+def test_replaced_parts_with_partial_rotary(family: str, device: str) -> None:
+    shape: dict[str, Any] = {
+        "vocab_size": 256, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "moe_intermediate_size": 64,
+        "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        "initializer_range": 0.08, "shared_expert_intermediate_size": 64, "pad_token_id": 0, **PARTIAL[family],
+    }  # fmt: skip
+    kind = "TextConfig" if family == "Qwen3_5" else "Config"
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}{kind}")(**shape)).eval()
+    model = model.to(device, torch.float32 if device == "cpu" else torch.bfloat16)
+    ids, mask = prompts(device)
+    want = logits(model, "eager", ids, mask)
+    assert fi.replace(model)["rotary"] == (family != "Glm4")
+    assert_close(logits(model, "eager", ids, mask), want, device, mask)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_masks_of_other_kinds(name: str, device: str) -> None:
     """Padding on the right and in the middle, packed sequences, a static cache, bits."""

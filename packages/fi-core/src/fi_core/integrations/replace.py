@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 _ROPE = "apply_rotary_pos_emb"
+_REFUSALS = RuntimeError, TypeError, ValueError, IndexError
 
 
 def replace(model: torch.nn.Module, *, norms: bool = True, rotary: bool = True, mlps: bool = True) -> dict[str, int]:
@@ -55,7 +56,7 @@ def _same(new: Callable[..., Any], old: Callable[..., Any], *arguments: torch.Te
     with torch.no_grad():
         try:
             got, want = new(*(x.clone() for x in arguments)), old(*(x.clone() for x in arguments))
-        except (RuntimeError, TypeError, ValueError):  # the part has another form
+        except _REFUSALS:  # the part has another form
             return False
         got, want = (x if isinstance(x, tuple) else (x,) for x in (got, want))
         rounding = 8 * torch.finfo(arguments[0].dtype).eps
@@ -118,11 +119,11 @@ def _mlp(module: Any) -> Callable[..., Any] | None:
 def rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotates queries and keys, in place, by the angles of each token.
+    """Rotates the first channels of queries and keys, in place, by the angles of each token.
 
     Args:
         q, k: `[batch, heads, length, head_dim]`.
-        cos, sin: `[batch or 1, length, head_dim]`; the second half repeats the first.
+        cos, sin: `[batch or 1, length, rotary_dim]`, rotary_dim <= head_dim; the second half repeats the first.
         unsqueeze_dim: must be 1, the axis of heads.
 
     Returns:
@@ -133,7 +134,8 @@ def rotate(
     if unsqueeze_dim != 1:
         raise ValueError(f"unsqueeze_dim: 1 is required, the axis of heads; got {unsqueeze_dim}")
     batch, _, length, dim = q.shape
-    angles = torch.cat([cos[..., : dim // 2], sin[..., : dim // 2]], -1).float().expand(batch, -1, -1).flatten(0, 1)
+    half = cos.shape[-1] // 2
+    angles = torch.cat([cos[..., :half], sin[..., :half]], -1).float().expand(batch, -1, -1).flatten(0, 1)
     rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k)]  # views of the projections' results
     positions = torch.arange(batch * length, dtype=torch.int32, device=q.device)
     fi_core.apply_rope_with_cos_sin_cache_inplace(positions, rows[0], rows[1], dim, angles)
@@ -141,7 +143,30 @@ def rotate(
     return first, second
 
 
+def _angles(model: Any, like: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """cos and sin of three tokens, as the rotary modules of the model compute them for each kind of layer."""
+    import torch
+
+    positions, found = torch.tensor([[0, 1, 7]], device=like.device), []
+    for module in model.modules():
+        if not any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
+            continue
+        for kind in getattr(module, "layer_types", None) or [None]:
+            try:
+                pair = module(like, positions) if kind is None else module(like, positions, kind)
+            except _REFUSALS:  # such as of an image encoder, which has a function of its own
+                continue
+            if isinstance(pair, tuple) and len(pair) == 2 and pair[0].shape[:-1] == positions.shape:
+                found.append(pair)
+    return found
+
+
 def _replace_rotary(module: Any, model: Any) -> bool:
+    """Whether the module's function is `rotate`, by which it is replaced if both agree.
+
+    They have to agree on the angles of this model, and on others that the function takes: all models of the class share
+    the function.
+    """
     own = getattr(module, _ROPE, None)
     if own is rotate:
         return True
@@ -150,9 +175,19 @@ def _replace_rotary(module: Any, model: Any) -> bool:
     like = next(model.parameters())
     config = model.config.get_text_config()
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    angle = _random(like, 1, 3, dim // 2).repeat(1, 1, 2)
     q, k = _random(like, 2, 3, 4, dim).transpose(1, 2), _random(like, 2, 3, 2, dim).transpose(1, 2)
-    if not _same(rotate, own, q, k, angle.cos(), angle.sin()):
+    of_model = _angles(model, like)
+    random = [_random(like, 1, 3, width // 2).repeat(1, 1, 2) for width in (dim, dim // 2)]
+    others = [pair for pair in ((x.cos(), x.sin()) for x in random) if _runs(own, q, k, *pair)]
+    if not of_model or not all(_same(rotate, own, q, k, *pair) for pair in (*of_model, *others)):
         return False
     setattr(module, _ROPE, rotate)
+    return True
+
+
+def _runs(function: Callable[..., Any], *arguments: torch.Tensor) -> bool:
+    try:
+        function(*(x.clone() for x in arguments))
+    except _REFUSALS:
+        return False
     return True

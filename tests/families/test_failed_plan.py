@@ -133,6 +133,20 @@ def test_run_after_a_failed_plan(subject: str, argument: str) -> None:
     assert_close(w.wrapper.run(b.q, *w.keys), want)
 
 
+@pytest.mark.parametrize("subject", [name for name in SUBJECTS if name != "ragged"])
+def test_the_last_page_holds_a_token_to_a_whole_page(subject: str) -> None:
+    """0 is for requests without pages."""
+    b = batch(((1, 40), (1, 0), (1, 3)))
+    w = SUBJECTS[subject](b)
+    name = next(own for own in w.plan if own.endswith("last_page_len"))
+    w.planned()
+    for at, length in ((0, 0), (2, -1), (2, b.pool.page_size + 1)):
+        bad = b.pool.last_page_len.clone()
+        bad[at] = length
+        with pytest.raises(ValueError, match=rf"last_page_len must be in 1\.\.16, the page size.*got {length} at {at}"):
+            w.planned(**{name: [bad] if subject == "cascade" else bad})
+
+
 @pytest.mark.parametrize("subject", ["decode", "decode_tensor_cores", "paged", "ragged"])
 def test_run_after_a_failed_plan_of_an_engine(subject: str) -> None:
     """Planners behind the wrapper leave no plan either."""

@@ -42,6 +42,7 @@ void check_tables(const Kernel& kernel, const DecodePlanArgs& a, int64_t batch) 
   if (a.indptr) {
     const Integers indptr(kernel, a.indptr);
     check_offsets(indptr, INT32_MAX);
+    if (a.last_page_len) check_last_page_len(indptr, Integers(kernel, a.last_page_len), a.page_size);
     pages = indptr[batch];
   }
   FI_CHECK(pages * a.page_size / kDecodeKvTile + batch * (kWorkTileCost + 1) <= INT32_MAX, ValueError,

@@ -52,6 +52,14 @@ inline void check_offsets(const Integers& offsets, int64_t most) {
            static_cast<long long>(most), static_cast<long long>(before));
 }
 
+// Raises unless the last page of each request that has pages holds 1 to page_size tokens.
+inline void check_last_page_len(const Integers& offsets, const Integers& last_page_len, int64_t page_size) {
+  for (int64_t b = 0; b < last_page_len.size(); ++b)
+    FI_CHECK(offsets[b + 1] == offsets[b] || (last_page_len[b] >= 1 && last_page_len[b] <= page_size), ValueError,
+             "%s must be in 1..%lld, the page size, of a request with pages; got %lld at %lld", last_page_len.name(),
+             static_cast<long long>(page_size), static_cast<long long>(last_page_len[b]), static_cast<long long>(b));
+}
+
 // Raises unless entries [begin, end) of the page table exist and name pages of the cache.
 inline void check_pages(const Integers& table, int64_t begin, int64_t end, int64_t pages, int64_t request) {
   FI_CHECK(begin >= 0 && end <= table.size(), ValueError,

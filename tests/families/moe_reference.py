@@ -31,7 +31,9 @@ def activate(
             return g * torch.sigmoid(alpha * g) * (u.clamp(-limit, limit) + beta)
         if kind == Act.SwigluStep:
             return silu(g).clamp(max=7.0) * u.clamp(-7.0, 7.0)
-        return 4.0 * torch.tanh(g / 4.0) * torch.sigmoid(g) * 25.0 * torch.tanh(u / 25.0)
+        if kind == Act.Situ and beta == 0.0:
+            alpha, beta = 25.0, 4.0
+        return beta * torch.tanh(g / beta) * torch.sigmoid(g) * alpha * torch.tanh(u / alpha)
     plain: dict[Act, Callable[[torch.Tensor], torch.Tensor]] = {
         Act.Gelu: gelu, Act.Relu: torch.relu, Act.Silu: silu, Act.Identity: lambda x: x
     }  # fmt: skip

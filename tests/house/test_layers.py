@@ -47,6 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "pod",
         "prefill",
         "sparse",
+        "triton",
     ),
     ("registry",),
     ("ahead", "aot", "integrations", "jit"),

@@ -45,6 +45,7 @@ from fi_core import sparse as sparse
 from fi_core import testing as testing
 from fi_core import tllm_enums as tllm_enums
 from fi_core import topk as topk
+from fi_core import triton as triton
 from fi_core import utils as utils
 from fi_core.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fi_core.ahead import prepare

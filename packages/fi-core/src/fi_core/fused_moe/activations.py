@@ -22,16 +22,32 @@ def kind_of(activation_type: int) -> ActivationType:
     return kind
 
 
+def _of_situ(
+    name: str, value: float | torch.Tensor | None, default: float, experts: int
+) -> tuple[torch.Tensor | None, float]:
+    """A constant of Situ as (fp32 of each expert, number)."""
+    if value is None or isinstance(value, (int, float)):
+        if value == 0:
+            raise ValueError(f"{name} must not be 0 for Situ, which divides by it; got 0")
+        return None, default if value is None else float(value)
+    if value.numel() not in (1, experts):
+        raise ValueError(f"{name} must be a number, or have 1 or {experts} elements; got {list(value.shape)}")
+    return value.reshape(-1).float().expand(experts).contiguous(), default
+
+
 def activation_of(
     activation_type: int,
     alpha: torch.Tensor | None = None,
     beta: torch.Tensor | None = None,
     limit: torch.Tensor | None = None,
     clamped_relu2_limit: float | None = None,
-    situ_beta: float | None = None,
-    situ_linear_beta: float | None = None,
+    situ_beta: float | torch.Tensor | None = None,
+    situ_linear_beta: float | torch.Tensor | None = None,
+    experts: int = 1,
 ) -> Activation:
     """The activation with its constants; alpha, beta or limit turn Swiglu into SwigluBias.
+
+    The constants of Situ are numbers, or tensors of one element or of one for each of the experts.
 
     Raises:
         ValueError: activation_type is no activation, or lacks its constant; a constant is NaN, or 0 for Situ.
@@ -39,7 +55,7 @@ def activation_of(
     constants = {"clamped_relu2_limit": clamped_relu2_limit, "situ_beta": situ_beta,
                  "situ_linear_beta": situ_linear_beta}  # fmt: skip
     for name, value in constants.items():
-        if value is not None and value != value:
+        if isinstance(value, (int, float)) and value != value:
             raise ValueError(f"{name} must be a number; got NaN")
     kind = kind_of(activation_type)
     if kind is ActivationType.Swiglu and not (alpha is None and beta is None and limit is None):
@@ -49,10 +65,9 @@ def activation_of(
     if kind is ActivationType.SwigluStep:
         return Activation(kind, limit=limit, limit_value=7.0)
     if kind is ActivationType.Situ:
-        for name in ("situ_beta", "situ_linear_beta"):
-            if constants[name] == 0:
-                raise ValueError(f"{name} must not be 0 for Situ, which divides by it; got 0")
-        return Activation(kind, alpha_value=situ_linear_beta or 25.0, beta_value=situ_beta or 4.0)
+        alpha, alpha_value = _of_situ("situ_linear_beta", situ_linear_beta, 25.0, experts)
+        beta, beta_value = _of_situ("situ_beta", situ_beta, 4.0, experts)
+        return Activation(kind, alpha, beta, alpha_value=alpha_value, beta_value=beta_value)
     if kind is ActivationType.ClampedRelu2:
         if clamped_relu2_limit is None or not clamped_relu2_limit > 0:
             raise ValueError(f"clamped_relu2_limit must be positive for ClampedRelu2; got {clamped_relu2_limit}")

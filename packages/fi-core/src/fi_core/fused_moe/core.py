@@ -1,9 +1,11 @@
-"""Orders of the rows and columns of expert weights, as TensorRT-LLM's kernels store them."""
+"""Orders of the rows and columns of expert weights, as TensorRT-LLM's kernels store them; and `cutlass_fused_moe`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fi_core.fused_moe.cutlass import cutlass_fused_moe
+from fi_core.fused_moe.workspace import cutlass_fused_moe_workspace_size
 from fi_core.tllm_enums import ActivationType, Fp8QuantizationType, RoutingMethodType, WeightLayout
 from fi_core.utils import get_shuffle_matrix_a_row_indices, get_shuffle_matrix_sf_a_row_indices
 
@@ -17,6 +19,8 @@ __all__ = [
     "WeightLayout",
     "_maybe_get_cached_w3_w1_permute_indices",
     "convert_to_block_layout",
+    "cutlass_fused_moe",
+    "cutlass_fused_moe_workspace_size",
     "get_reorder_rows_for_gated_act_gemm_row_indices",
     "get_w2_permute_indices_with_cache",
     "interleave_moe_scales_for_sm90_mixed_gemm",

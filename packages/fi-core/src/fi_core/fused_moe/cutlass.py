@@ -56,8 +56,8 @@ def cutlass_fused_moe(
     *,
     use_wfp4afp8_humming: bool = False,
     clamped_relu2_limit: float | None = None,
-    situ_beta: float | None = None,
-    situ_linear_beta: float | None = None,
+    situ_beta: float | torch.Tensor | None = None,
+    situ_linear_beta: float | torch.Tensor | None = None,
     backend: str = "cutlass",
 ) -> torch.Tensor:
     """Computes a mixture of experts: `out[t] = sum over j of scales[t, j] fc2_e(act(fc1_e(x[t])))`, e the j-th expert.
@@ -108,7 +108,8 @@ def cutlass_fused_moe(
             `cutlass_fused_moe_workspace_size` or more bytes; no other call may use it at the same time. None: memory
             of torch.
         use_wfp4afp8_humming: False.
-        clamped_relu2_limit, situ_beta, situ_linear_beta: constants of ClampedRelu2 and Situ (4 and 25).
+        clamped_relu2_limit: the constant of ClampedRelu2.
+        situ_beta, situ_linear_beta: constants of Situ (4 and 25), not 0: numbers, or tensors `[1]` or `[e]`.
 
     Returns:
         output.
@@ -131,8 +132,9 @@ def cutlass_fused_moe(
                 f"{name} is not supported: leave it out, kernels are chosen by the number of tokens"
             )
     activation = activation_of(
-        activation_type, swiglu_alpha, swiglu_beta, swiglu_limit, clamped_relu2_limit, situ_beta, situ_linear_beta
-    )
+        activation_type, swiglu_alpha, swiglu_beta, swiglu_limit, clamped_relu2_limit, situ_beta, situ_linear_beta,
+        fc1_expert_weights.shape[0],
+    )  # fmt: skip
     layer = layer_of(
         input, fc1_expert_weights, fc2_expert_weights, quant_scales or (), output_dtype, input_sf, swizzled_input_sf,
         use_deepseek_fp8_block_scale, use_w4_group_scaling, use_mxfp8_act_scaling, use_packed_weights,

@@ -46,6 +46,7 @@ def cutlass_fused_moe_workspace_size(
     use_packed_weights: bool = False,
     use_wfp4afp8_humming: bool = False,
     device: torch.device | None = None,
+    backend: str = "cutlass",
 ) -> int:
     """Returns the bytes of a `workspace_buffer` with which `cutlass_fused_moe` allocates nothing between its kernels.
 
@@ -65,7 +66,7 @@ def cutlass_fused_moe_workspace_size(
         min_latency_mode: False.
         use_deepseek_fp8_block_scale: whether activations have scales of 128 values.
         use_w4_group_scaling, use_mxfp8_act_scaling, use_packed_weights: the formats whose weights become 16-bit floats.
-        use_fused_finalize, device: accepted.
+        use_fused_finalize, device, backend: accepted.
         use_wfp4afp8_humming: False.
 
     Raises:

@@ -48,12 +48,14 @@ APPEND_NVFP4_KV_CACHE = Op(
 _append = operator(APPEND_NVFP4_KV_CACHE)
 
 
-def _factor(name: str, scale: float | torch.Tensor) -> tuple[float, torch.Tensor | None]:
-    """A global scale as (number, tensor)."""
+def _factor(name: str, scale: float | torch.Tensor, device: torch.device) -> tuple[float, torch.Tensor | None]:
+    """A global scale as (number, tensor on the device)."""
     if scale is None:
         raise TypeError(f"{name}: a number or a tensor is required; got None")
     if not isinstance(scale, (int, float)):
-        return 1.0, scale
+        if scale.device == device or scale.device.type != "cpu" or scale.numel() != 1:
+            return 1.0, scale
+        scale = float(scale)
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"{name}: a positive, finite factor is required; got {scale}")
     return float(scale), None
@@ -71,7 +73,8 @@ def _quantize(
 ) -> None:
     k_cache, v_cache = _unpack_paged_kv_cache(paged_kv_cache, kv_layout)
     k_scales, v_scales = _unpack_paged_kv_cache(kv_cache_sf, kv_layout)
-    (k_number, k_tensor), (v_number, v_tensor) = _factor("k_scale", k_scale), _factor("v_scale", v_scale)
+    k_number, k_tensor = _factor("k_scale", k_scale, append_key.device)
+    v_number, v_tensor = _factor("v_scale", v_scale, append_key.device)
     _append(
         append_key,
         append_value,
@@ -122,8 +125,9 @@ def nvfp4_quantize_append_paged_kv_cache(
         kv_indices: `[num_indices]`, int32, the pages of all requests after the append.
         kv_indptr: `[batch_size + 1]`, int32, the offsets of the requests in kv_indices.
         kv_last_page_len: `[batch_size]`, int32, tokens in the last page of each request.
-        k_scale, v_scale: the factor of all keys and of all values, positive and finite: a number, or an fp32 tensor of
-            one element on the device, which a CUDA graph reads again. Conventionally `max(abs(key)) / (448 * 6)`.
+        k_scale, v_scale: the factor of all keys and of all values, positive and finite: a number, or a tensor of one
+            element: fp32 on the device, which a CUDA graph reads again, or on the host. Conventionally
+            `max(abs(key)) / (448 * 6)`.
         kv_layout: "NHD" or "HND".
 
     Raises:
@@ -164,9 +168,13 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     The arguments that are not listed, and the errors, are those of that function.
 
     Args:
-        slot_mapping: `[nnz]`, int32 or int64, contiguous; row i goes to slot `slot_mapping[i] % page_size` of page
-            `slot_mapping[i] // page_size`. Rows with a negative slot are skipped.
+        slot_mapping: int32 or int64, contiguous; row i goes to slot `slot_mapping[i] % page_size` of page
+            `slot_mapping[i] // page_size`. Rows with a negative slot are skipped, as are rows without a slot and slots
+            without a row: engines pad either.
     """
+    if slot_mapping.ndim == 1 and len(slot_mapping) != len(append_key) == len(append_value):
+        rows = min(len(slot_mapping), len(append_key))
+        append_key, append_value, slot_mapping = append_key[:rows], append_value[:rows], slot_mapping[:rows]
     _quantize(
         append_key, append_value, paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout, slot_mapping=slot_mapping
     )

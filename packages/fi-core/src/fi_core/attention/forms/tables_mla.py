@@ -88,6 +88,15 @@ def _scale(value: Scale, name: str) -> tuple[float, torch.Tensor | None]:
     return 1.0, value.reshape(1)
 
 
+def _sinks(sinks: Any) -> torch.Tensor | None:
+    """The sinks of a call, also out of a list of one tensor."""
+    if not isinstance(sinks, (list, tuple)):
+        return sinks  # type: ignore[no-any-return]
+    if len(sinks) != 1:
+        raise ValueError(f"sinks: a tensor [heads], or a list of one, is required; got a list of {len(sinks)}")
+    return sinks[0]  # type: ignore[no-any-return]
+
+
 def _context(
     enable_dcp: bool, world: int, rank: int, lens: torch.Tensor | None, sparse: bool, causal: bool
 ) -> torch.Tensor | None:
@@ -124,7 +133,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     out: torch.Tensor | None = None,
     bmm1_scale: Scale = 1.0,
     bmm2_scale: Scale = 1.0,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None,
     skip_softmax_threshold_scale_factor: float | None = None,
     enable_pdl: bool | None = None,
     backend: str = "auto",
@@ -166,7 +175,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         out: `[batch_size, q_len, heads, 512]`, of query's dtype; allocated if None.
         bmm1_scale: factor of the scores, `sm_scale` and scales of query and cache included; a number or fp32 `[1]`.
         bmm2_scale: factor of the output, likewise. A number is positive.
-        sinks: fp32 `[heads]`, a logit that joins the softmax and the lse of each head.
+        sinks: fp32 `[heads]`, a logit that joins the softmax and the lse of each head; or a list of one such tensor.
         backend: "auto"; "trtllm-gen", "xqa" and "cute-dsl" mean "auto"; "fa2" and "fa3" as in the MLA wrapper.
         lse: fp32 `[batch_size * q_len, heads]`, written if given.
         return_lse: also return lse.
@@ -235,7 +244,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         q[..., ops.LATENT :], cache.ckv, cache.kpe, table, batch_size, size.max_ranges, size.narrow_ranges,
         size.wide_ranges, size.cluster, scale / value_scale, causal=causal, ckv_scale=value_scale,
         kpe_scale=value_scale, ckv_scales=cache.scales, lse_base_e=_LSE_BASES[return_lse_base], sparse=sparse,
-        sinks=sinks, score_scale=score_scale, out_scale=out_scale, cp_world=cp_world, cp_rank=cp_rank,
+        sinks=_sinks(sinks), score_scale=score_scale, out_scale=out_scale, cp_world=cp_world, cp_rank=cp_rank,
         enable_pdl=enable_pdl, backend=backend if backend in ("fa2", "fa3") else "auto",
     )  # fmt: skip
     return (out, lse) if return_lse and lse is not None else out
@@ -254,7 +263,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     out: torch.Tensor | None = None,
     bmm1_scale: Scale = 1.0,
     bmm2_scale: Scale = 1.0,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None,
     enable_pdl: bool | None = None,
 ) -> Any:
     """`trtllm_batch_decode_with_kv_cache_mla` for dense attention, under XQA's name."""

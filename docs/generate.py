@@ -16,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import docstrings
+import layouts
 import names as flashinfer_names
 import support
 
@@ -345,6 +346,29 @@ def flashinfer() -> str:
     return "\n".join(lines) + "\n"
 
 
+def layouts_page() -> str:
+    """Which layouts each function honours, with which backend names."""
+    lines = [
+        "# Layouts",
+        "",
+        "The layouts that weights, scales, caches and tables may have, by function and backend name. *honoured*: the",
+        "result is that of the layout. *refused*: the call raises an error with the words that stand here. Tests call",
+        "every row. A layout that is not here is an error of shape.",
+    ]
+    for family, rows in layouts.TABLE.items():
+        cells = (
+            (
+                f"`{row.function.rpartition('.')[2]}`",
+                row.layout,
+                ", ".join(f"`{name}`" for name in layouts.backends(row) if name) or "-",
+                f"refused: {row.refusal}" if row.refusal else "honoured",
+            )
+            for row in rows
+        )
+        lines += ["", f"## {family}", "", *table(("function", "layout", "backends", "result"), cells)]
+    return "\n".join(lines) + "\n"
+
+
 def errors() -> str:
     import fi_core.runtime.errors as module
 
@@ -372,6 +396,7 @@ PAGES: dict[str, Callable[[], str]] = {
     **{f"{family}.md": functools.partial(family_page, family) for family in families()},
     "library.md": library,
     "support.md": support_matrix,
+    "layouts.md": layouts_page,
     "ops.md": ops,
     "command-line.md": command_line,
     "environment.md": environment,

@@ -45,6 +45,7 @@ from fi_core import sparse as sparse
 from fi_core import testing as testing
 from fi_core import tllm_enums as tllm_enums
 from fi_core import topk as topk
+from fi_core import topk_varlen as topk_varlen
 from fi_core import triton as triton
 from fi_core import utils as utils
 from fi_core.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
@@ -102,6 +103,7 @@ from fi_core.norm import (
     fused_add_rmsnorm,
     fused_add_rmsnorm_fp8_block_quant,
     fused_add_rmsnorm_quant,
+    fused_rmsnorm_silu,
     gemma_fused_add_rmsnorm,
     gemma_rmsnorm,
     layernorm,
@@ -145,6 +147,8 @@ from fi_core.quantization import (
     mxfp8_quantize,
     nvfp4_batched_quantize,
     nvfp4_block_scale_interleave,
+    nvfp4_kv_dequantize,
+    nvfp4_kv_dequantize_paged,
     nvfp4_quantize,
     packbits,
     per_token_group_quant_8bit,
@@ -186,6 +190,7 @@ from fi_core.sampling import (
 )
 from fi_core.sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 from fi_core.topk import TopKTieBreak, top_k, top_k_page_table_transform, top_k_ragged_transform
+from fi_core.topk_varlen import top_k_varlen
 
 __all__ = [
     "ActivationType",
@@ -242,6 +247,7 @@ __all__ = [
     "fused_add_rmsnorm",
     "fused_add_rmsnorm_fp8_block_quant",
     "fused_add_rmsnorm_quant",
+    "fused_rmsnorm_silu",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
     "gemma_fused_add_rmsnorm",
@@ -275,6 +281,8 @@ __all__ = [
     "mxfp8_quantize",
     "nvfp4_batched_quantize",
     "nvfp4_block_scale_interleave",
+    "nvfp4_kv_dequantize",
+    "nvfp4_kv_dequantize_paged",
     "nvfp4_quantize",
     "nvfp4_quantize_append_paged_kv_cache",
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
@@ -310,6 +318,7 @@ __all__ = [
     "top_k_sampling_from_probs",
     "top_k_top_p_sampling_from_logits",
     "top_k_top_p_sampling_from_probs",
+    "top_k_varlen",
     "top_p_renorm_prob",
     "top_p_renorm_probs",
     "top_p_sampling_from_probs",

@@ -9,7 +9,7 @@ from fi_core.fused_moe.core import (
     reorder_rows_for_gated_act_gemm,
 )
 from fi_core.fused_moe.cutlass import cutlass_fused_moe
-from fi_core.fused_moe.routing import fused_topk_deepseek
+from fi_core.fused_moe.routing import fused_topk_deepseek, hash_topk
 from fi_core.fused_moe.trtllm_bf16 import trtllm_bf16_moe, trtllm_bf16_routed_moe
 from fi_core.fused_moe.trtllm_fp4 import trtllm_fp4_block_scale_moe, trtllm_fp4_block_scale_routed_moe
 from fi_core.fused_moe.trtllm_fp8 import (
@@ -40,6 +40,7 @@ __all__ = [
     "cutlass_fused_moe",
     "cutlass_fused_moe_workspace_size",
     "fused_topk_deepseek",
+    "hash_topk",
     "interleave_moe_scales_for_sm90_mixed_gemm",
     "interleave_moe_weights_for_sm90_mixed_gemm",
     "is_gated_activation",

@@ -137,3 +137,55 @@ def fused_topk_deepseek(
     moe_route(topk_indices, topk_values, scores, bias=bias, replay=routing_replay_out,
               method=int(RoutingMethodType.DeepSeekV3), n_group=n_group, topk_group=topk_group,
               scale=routed_scaling_factor, enable_pdl=launch_with_pdl)  # fmt: skip
+
+
+@fi_api
+def hash_topk(
+    router_logits: torch.Tensor,
+    input_ids: torch.Tensor,
+    tid2eid: torch.Tensor,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float = 1.0,
+    launch_with_pdl: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Takes the experts of a token from a table, with weights `w / sum of w`, `w = sqrt(softplus(logit))`.
+
+    Args:
+        router_logits: `[tokens, experts]`, fp32.
+        input_ids: `[tokens]`, int64, rows of the table.
+        tid2eid: `[vocabulary, topk]`, int32.
+        num_fused_shared_experts: 0 or 1; 1 adds expert number `experts` with weight `1 / routed_scaling_factor`.
+        routed_scaling_factor: positive.
+        launch_with_pdl: accepted.
+
+    Returns:
+        (weights fp32, ids int32), `[tokens, topk + num_fused_shared_experts]`.
+
+    Raises:
+        ValueError: a shape, dtype, device or number does not fit; the text names the argument.
+    """
+    import torch
+
+    kinds = {
+        "router_logits": (router_logits, 2, torch.float32), "input_ids": (input_ids, 1, torch.int64),
+        "tid2eid": (tid2eid, 2, torch.int32),
+    }  # fmt: skip
+    for name, (x, ndim, dtype) in kinds.items():
+        if x.ndim != ndim or x.dtype is not dtype or x.device != router_logits.device:
+            raise ValueError(
+                f"{name} must be {dtype} of {ndim} dimensions on {router_logits.device}; got {x.dtype} "
+                f"{list(x.shape)} on {x.device}"
+            )
+    if len(input_ids) != len(router_logits):
+        raise ValueError(f"input_ids must have shape [{len(router_logits)}], that of tokens; got {len(input_ids)}")
+    if num_fused_shared_experts not in (0, 1):
+        raise ValueError(f"num_fused_shared_experts must be 0 or 1; got {num_fused_shared_experts}")
+    if num_fused_shared_experts and not 0 < routed_scaling_factor < float("inf"):
+        raise ValueError(f"routed_scaling_factor must be positive and finite; got {routed_scaling_factor}")
+    ids = tid2eid[input_ids]
+    weights = torch.nn.functional.softplus(router_logits.gather(1, ids.long())).sqrt()
+    weights = weights / weights.sum(1, keepdim=True)
+    if num_fused_shared_experts:
+        ids = torch.nn.functional.pad(ids, (0, 1), value=router_logits.shape[1])
+        weights = torch.nn.functional.pad(weights, (0, 1), value=1 / routed_scaling_factor)
+    return weights, ids

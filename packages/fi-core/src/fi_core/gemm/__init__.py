@@ -12,6 +12,17 @@ from fi_core.gemm.groupwise import (
     group_deepgemm_fp8_nt_groupwise,
     group_gemm_fp8_nt_groupwise,
 )
+from fi_core.gemm.ragged import gemm_alpha_beta, masked_bmm, ragged_bmm
+from fi_core.gemm.router import (
+    mm_M1_16_K6144_N256,
+    mm_M1_16_K7168_N128,
+    mm_M1_16_K7168_N256,
+    mm_M1_16_K7168_N256_bf16,
+    mm_M1_16_K7168_N384,
+    mm_M1_16_K7168_N384_bf16,
+    mm_M1_16_K7168_N896,
+    mm_M1_16_K7168_N896_bf16,
+)
 from fi_core.gemm.segment import SegmentGEMMWrapper
 
 __all__ = [
@@ -21,10 +32,20 @@ __all__ = [
     "bmm_fp8",
     "bmm_mxfp8",
     "fp8_blockscale_gemm_sm90",
+    "gemm_alpha_beta",
     "gemm_fp8_nt_blockscaled",
     "gemm_fp8_nt_groupwise",
     "group_deepgemm_fp8_nt_groupwise",
     "group_gemm_fp8_nt_groupwise",
+    "masked_bmm",
+    "mm_M1_16_K6144_N256",
+    "mm_M1_16_K7168_N128",
+    "mm_M1_16_K7168_N256",
+    "mm_M1_16_K7168_N256_bf16",
+    "mm_M1_16_K7168_N384",
+    "mm_M1_16_K7168_N384_bf16",
+    "mm_M1_16_K7168_N896",
+    "mm_M1_16_K7168_N896_bf16",
     "mm_bf16",
     "mm_bf16_fp4",
     "mm_fp4",
@@ -32,5 +53,6 @@ __all__ = [
     "mm_mxfp8",
     "prepare_bf16_fp4_weights",
     "prepare_low_latency_gemm_weights",
+    "ragged_bmm",
     "tinygemm_bf16",
 ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fi_core.norm import ops, trace
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +56,48 @@ def rmsnorm(
         out = torch.empty_like(input)
     ops.rmsnorm(out, input, weight, eps, enable_pdl)
     return out
+
+
+@fi_api
+def fused_rmsnorm_silu(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    out: torch.Tensor | None = None,
+    block_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes `silu(rmsnorm(input, weight, eps))` in fp32 with one rounding.
+
+    Args:
+        input: `[n, d]`, bf16 or fp16.
+        weight: `[d]`, dtype of input.
+        eps: as for `rmsnorm`.
+        out: `[n, d]`, dtype of input, or e4m3, which saturates. Allocated in the dtype of input if None.
+        block_scale: must be None.
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: A shape, stride or device does not fit; the text names the argument.
+        TypeError: A dtype does not fit.
+        UnsupportedError: block_scale, or out in 4 bits.
+    """
+    import torch
+
+    if out is None:
+        out = torch.empty_like(input)
+    if block_scale is not None or out.dtype not in (input.dtype, torch.float8_e4m3fn):
+        raise UnsupportedError(
+            f"block_scale must be None, and out of {input.dtype} or float8_e4m3fn; got out of {out.dtype}: call "
+            "nvfp4_quantize on the result in 16 bits"
+        )
+    if out.shape != input.shape:
+        raise ValueError(f"out must have shape {list(input.shape)}; got {list(out.shape)}")
+    if weight.dtype is not input.dtype:
+        raise TypeError(f"weight must have the dtype of input, {input.dtype}; got {weight.dtype}")
+    wide = torch.nn.functional.silu(rmsnorm(input.float(), weight.float(), eps))
+    return out.copy_(wide.clamp_(-448, 448) if out.dtype is torch.float8_e4m3fn else wide)
 
 
 @fi_api(trace=trace.GEMMA_RMSNORM)

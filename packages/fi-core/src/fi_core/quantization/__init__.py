@@ -27,6 +27,7 @@ from fi_core.quantization.fp8_quantization import (
     mxfp8_quantize,
     per_token_group_quant_8bit,
 )
+from fi_core.quantization.kv_cache import nvfp4_kv_dequantize, nvfp4_kv_dequantize_paged
 from fi_core.quantization.packbits import packbits, packbits_segments, segment_packbits
 
 __all__ = [
@@ -45,6 +46,8 @@ __all__ = [
     "mxfp8_quantize",
     "nvfp4_batched_quantize",
     "nvfp4_block_scale_interleave",
+    "nvfp4_kv_dequantize",
+    "nvfp4_kv_dequantize_paged",
     "nvfp4_quantize",
     "packbits",
     "packbits_segments",

@@ -75,15 +75,15 @@ def _check_patterns(rank: int, world: int, device: torch.device) -> None:
                 _same_bits(result)
                 continue
             s = (total + residual.float()).to(dtype)
-            norm = s.double() * (s.double().square().mean(-1, keepdim=True) + eps).rsqrt() * gamma.double()
-            fp8, scale = pattern in (2, 4), torch.tensor([0.05 if pattern in (2, 4) else 50.0], device=device)
-            scales = _scales(pattern, tokens, hidden, device)
-            residual_out = torch.empty_like(x, device=device)
+            bias, inv_rms = float(dtype == BF16), (s.double().square().mean(-1, keepdim=True) + eps).rsqrt()
+            norm, fp8 = s.double() * inv_rms * (gamma.double() + bias), pattern in (2, 4)
+            scale = torch.tensor([0.05 if fp8 else 50.0], device=device)
+            scales, residual_out = _scales(pattern, tokens, hidden, device), torch.empty_like(x, device=device)
             norm_out = None if pattern in (2, 3, 8, 10) else torch.empty_like(residual_out)
             result = comm.allreduce_fusion(
                 x.to(device), workspace, pattern, residual_out=residual_out, norm_out=norm_out, scale_out=scales,
                 residual_in=residual.to(device), rms_gamma=gamma.to(device), rms_eps=eps, scale_factor=scale,
-                use_oneshot=one_shot,
+                use_oneshot=one_shot, weight_bias=bias,
             )  # fmt: skip
             torch.testing.assert_close(residual_out.cpu(), s, rtol=0, atol=0, equal_nan=True)
             if norm_out is not None:
@@ -362,7 +362,7 @@ def _check_other_names(rank: int, world: int, device: torch.device) -> None:
     assert (out == total).all()
     after: dict[str, Any] = {"residual_in": x, "norm_out": out, "residual_out": torch.empty_like(x)}
     weight, ones = torch.ones(256, dtype=BF16, device=device), torch.ones(2, 4, device=device)
-    experts = torch.stack([x, x])
+    experts, unused = torch.stack([x, x]), dict.fromkeys(("quant_out", "scale_out", "routed_scaling_factor"))
     comm.trtllm_moe_allreduce_fusion(
         world, rank, 4, 256, pointers, True, rms_gamma=weight, rms_eps=0.0, scale_factor=None, layout_code=None,
         moe_reduction_device_num_experts=2, moe_reduction_scale_input=ones.view(-1), quant_out=None, scale_out=None,
@@ -373,9 +373,9 @@ def _check_other_names(rank: int, world: int, device: torch.device) -> None:
     comm.trtllm_moe_finalize_allreduce_fusion(
         experts, norm_weight=weight, expanded_idx_to_permuted_idx=torch.arange(8, device=device).int().view(4, 2),
         workspace_ptrs=pointers, launch_with_pdl=True, world_rank=rank, world_size=world, eps=0.0,
-        shared_expert_output=None, expert_scale_factor=None, **after,
+        weight_bias=1.0, shared_expert_output=None, expert_scale_factor=None, **unused, **after,
     )  # fmt: skip
-    assert (after["residual_out"] == 2 * total + rank + 1).all() and (out == 1).all()
+    assert (after["residual_out"] == 2 * total + rank + 1).all() and (out == 2).all()
     with pytest.raises(ValueError, match="token_num, hidden_dim: at most 8192 bytes"):
         call(400)
     comm.trtllm_destroy_ipc_workspace_for_all_reduce_fusion(handles)

@@ -26,6 +26,24 @@ def test_experts_that_the_workspace_cannot_hold() -> None:
         exchange.dispatch(chosen, [torch.zeros(1, 64, dtype=torch.bfloat16)], 8)
 
 
+def test_a_workspace_says_what_it_is() -> None:
+    """SGLang reads metadata["use_fp32_lamport"], and gives fusion up without it."""
+    sizes: dict[str, Any] = {
+        "max_token_num": 8,
+        "hidden_dim": 64,
+        "comm_backend": OneRank(),
+        "device": torch.device("cpu"),
+    }
+    for dtype in (torch.float32, torch.bfloat16):
+        metadata = comm.create_allreduce_fusion_workspace(dtype=dtype, **sizes).metadata
+        assert metadata["use_fp32_lamport"] is (dtype == torch.float32)
+        assert metadata["buffer_size"] == 8 * 64 * dtype.itemsize and metadata["tp_size"] == 1
+    with pytest.raises(
+        ValueError, match="top_k: None is required, since backend 'mnnvl-cutedsl' alone takes it; got 3"
+    ):
+        comm.create_allreduce_fusion_workspace(dtype=torch.float32, top_k=3, **sizes)
+
+
 def test_memory_of_a_rank_that_another_cannot_map_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank raises, unmaps the ranks that it has mapped, and frees its own."""
     done: list[str] = []

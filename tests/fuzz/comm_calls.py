@@ -179,7 +179,8 @@ def _trtllm_experts(reduction: bool) -> Call:
         }  # fmt: skip
     kept |= {"expanded_idx_to_permuted_idx", "shared_expert_output", "expert_scale_factor"}
     return trtllm_ar.trtllm_moe_finalize_allreduce_fusion, {
-        **group, "allreduce_in": given["input"], "norm_weight": given["rms_gamma"], "eps": 1e-5,
+        **group, "allreduce_in": given["input"], "norm_weight": given["rms_gamma"], "eps": 1e-5, "quant_out": None,
+        "scale_out": None, "routed_scaling_factor": None,
         **{name: value for name, value in given.items() if name in kept},
     }  # fmt: skip
 

@@ -8,6 +8,7 @@ from fi_core.comm import ops
 from fi_core.comm.workspace import AllReduceFusionWorkspace
 from fi_core.fused_moe.ops import moe_finalize
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import BackendSupportedError
 from fi_core.utils import round_up
 
 if TYPE_CHECKING:
@@ -82,6 +83,13 @@ def _scales_like(x: torch.Tensor, form: str, layout: int, group: int) -> torch.T
     return x.new_zeros(words, round_up(tokens, 4), dtype=torch.int32)[:, :tokens].t()
 
 
+def _check_pattern(pattern: int, moe_finalize_backend: str) -> None:
+    if pattern not in _PATTERNS:
+        raise ValueError(f"pattern: 0 to 12 of AllReduceFusionPattern is required; got {pattern!r}")
+    if moe_finalize_backend != "trtllm":
+        raise BackendSupportedError(f"moe_finalize_backend: 'trtllm' is required; got {moe_finalize_backend!r}")
+
+
 def _required(pattern: int, **tensors: torch.Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is None:
@@ -115,6 +123,18 @@ def _sum_of_experts(
         raise ValueError(f"{weights_name}: a row for each of {tokens} tokens is required; got {list(weights.shape)}")
     moe_finalize(message, rows.view(-1, hidden), positions, weights=weights, added=added)
     return message
+
+
+def _reduced_experts(
+    pattern: int, residual_in: torch.Tensor | None, active: torch.Tensor | None, scales: torch.Tensor | None,
+    experts: int | None, added: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """The sum of the experts of kMoEReduction."""
+    name, weights_name = "moe_reduction_active_experts_token_input", "moe_reduction_scale_input"
+    _required(pattern, **{name: active, weights_name: scales})
+    assert active is not None and scales is not None
+    _check_scales(scales, experts)
+    return _sum_of_experts(residual_in, active, name, scales.t(), weights_name, None, added)
 
 
 def _check(input: torch.Tensor, workspace: AllReduceFusionWorkspace) -> None:
@@ -172,7 +192,7 @@ def allreduce_fusion(
     input: torch.Tensor,
     workspace: AllReduceFusionWorkspace,
     pattern: int,
-    launch_with_pdl: bool | None = None,
+    launch_with_pdl: bool | None = False,
     trigger_completion_at_end: bool = True,
     output: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
@@ -193,13 +213,17 @@ def allreduce_fusion(
     expanded_idx_to_permuted_idx: torch.Tensor | None = None,
     expert_scale_factor: torch.Tensor | None = None,
     shared_expert_output: torch.Tensor | None = None,
-    block_quant_group_size: int = 128,
+    block_quant_group_size: int | None = None,
+    weight_bias: float = 0.0,
+    *,
+    moe_finalize_backend: str = "trtllm",
 ) -> torch.Tensor:
     """Sums `input` over the ranks of the workspace, and computes what the pattern fuses with the sum.
 
-    `s = sum of input over ranks + residual_in`; `norm = rmsnorm(s, rms_gamma, rms_eps)`. The sum is taken in fp32 in
-    the order of ranks and rounded once, so that every rank has the same bits; the norm is computed from the rounded s,
-    in fp32, and the quantized norm from the rounded norm. A -0 in a word of zeros may be summed as +0.
+    `s = sum of input over ranks + residual_in`; `norm = rmsnorm(s, rms_gamma + weight_bias, rms_eps)`. The sum
+    is taken in fp32 in the order of ranks and rounded once, so that every rank has the same bits; the norm is computed
+    from the rounded s, in fp32, and the quantized norm from the rounded norm. A -0 in a word of zeros may be summed as
+    +0.
 
     The patterns of experts sum, in place of `input`, the weighted sum of the results of this rank's experts, rounded
     once, which a kernel of its own computes: kMoEReduction `sum over e of scale[e, t] * active[e, t] + token[t]`,
@@ -241,7 +265,9 @@ def allreduce_fusion(
         expanded_idx_to_permuted_idx: `[tokens, top_k]`, int32: the row of each expert's result; below 0: none.
         expert_scale_factor: `[tokens, top_k]`, fp32, bf16 or fp16; None: ones.
         shared_expert_output: `[tokens, hidden]`, or None.
-        block_quant_group_size: elements of a group: 32, 64 or 128, a divisor of hidden.
+        block_quant_group_size: elements of a group: 32, 64 or 128, a divisor of hidden; None: 128.
+        weight_bias: added to rms_gamma in fp32; 1 for Gemma.
+        moe_finalize_backend: "trtllm".
 
     Returns:
         output, norm_out or quant_out: the last that the pattern computes. Tensors that are not passed are allocated.
@@ -252,17 +278,14 @@ def allreduce_fusion(
         TypeError: A dtype does not fit, or a tensor that the pattern reads is missing.
         RuntimeError: An earlier call has failed: a rank did not come or called with other arguments; the text names it.
     """
-    if pattern not in _PATTERNS:
-        raise ValueError(f"pattern: 0 to 12 of AllReduceFusionPattern is required; got {pattern!r}")
+    _check_pattern(pattern, moe_finalize_backend)
     if pattern != AllReduceFusionPattern.kAllReduce:
         _required(pattern, residual_in=residual_in, rms_gamma=rms_gamma)
     if pattern in _REDUCTION:
-        active, scales = moe_reduction_active_experts_token_input, moe_reduction_scale_input
-        _required(pattern, moe_reduction_active_experts_token_input=active, moe_reduction_scale_input=scales)
-        assert active is not None and scales is not None
-        _check_scales(scales, moe_reduction_device_num_experts)
-        name, weights_name = "moe_reduction_active_experts_token_input", "moe_reduction_scale_input"
-        input = _sum_of_experts(residual_in, active, name, scales.t(), weights_name, None, moe_reduction_token_input)
+        input = _reduced_experts(
+            pattern, residual_in, moe_reduction_active_experts_token_input, moe_reduction_scale_input,
+            moe_reduction_device_num_experts, moe_reduction_token_input,
+        )  # fmt: skip
     elif pattern in _FINALIZE:
         _required(pattern, expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx)
         input = _sum_of_experts(
@@ -279,10 +302,11 @@ def allreduce_fusion(
         return output
     form = _FORMS.get(pattern)
     if pattern in _REDUCTION and quant_out is not None:
-        form = "fp4" if quant_out.dtype == torch.uint8 else "fp8"
+        form = "fp4" if str(quant_out.dtype) == "torch.uint8" else "fp8"
     return _norm(
         input, input, form, pattern not in _WITHOUT_NORM, norm_out, quant_out, scale_out, scale_factor, layout_code,
-        block_quant_group_size, out=residual_out, residual_in=residual_in, weight=rms_gamma, eps=rms_eps, **common,
+        block_quant_group_size or 128, out=residual_out, residual_in=residual_in, weight=rms_gamma, eps=rms_eps,
+        weight_bias=weight_bias, **common,
     )  # fmt: skip
 
 

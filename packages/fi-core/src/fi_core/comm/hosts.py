@@ -130,6 +130,18 @@ def create_allreduce_fusion_workspace(
     force_oneshot_support: bool = False,
     group: torch.distributed.ProcessGroup | None = None,
     *,
+    top_k: int | None = None,
+    rms_eps: float | None = None,
+    weight_bias: float | None = None,
+    routed_scaling_factor: float | None = None,
+    include_shared_expert: bool | None = None,
+    add_residual: bool | None = None,
+    write_residual_output: bool | None = None,
+    apply_rms_norm: bool | None = None,
+    output_dtype: torch.dtype | None = None,
+    dynamic_fp8: bool | None = None,
+    write_norm_output: bool | None = None,
+    config: object | None = None,
     device: torch.device | None = None,
     timeout: float = 300.0,
 ) -> AllReduceFusionWorkspace:
@@ -146,11 +158,27 @@ def create_allreduce_fusion_workspace(
         group: the ranks; None: the world of torch.distributed.
         device: where the tensors are; None: the current CUDA device, or the CPU where there is none.
         timeout: seconds that a call waits for another rank before it fails.
+        top_k, rms_eps, weight_bias, routed_scaling_factor, include_shared_expert, add_residual, write_residual_output,
+            apply_rms_norm, output_dtype, dynamic_fp8, write_norm_output, config: None; FlashInfer's backend
+            "mnnvl-cutedsl" alone takes them.
 
     Raises:
         RuntimeError: backend is unknown, or the GPUs cannot access each other.
-        ValueError: A size is missing, world_size or rank is not the group's, or gpus_per_node does not divide it.
+        ValueError: An argument is of another backend, a size is missing, world_size or rank is not the group's, or
+            gpus_per_node does not divide it.
     """
+    of_another = {
+        "top_k": top_k, "rms_eps": rms_eps, "weight_bias": weight_bias, "routed_scaling_factor": routed_scaling_factor,
+        "include_shared_expert": include_shared_expert, "add_residual": add_residual,
+        "write_residual_output": write_residual_output, "apply_rms_norm": apply_rms_norm, "output_dtype": output_dtype,
+        "dynamic_fp8": dynamic_fp8, "write_norm_output": write_norm_output, "config": config,
+    }  # fmt: skip
+    for name, value in of_another.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: None is required, since backend 'mnnvl-cutedsl' alone takes it; got {value!r}; pass it to "
+                "allreduce_fusion where that has it"
+            )
     if backend not in ("auto", "trtllm"):
         raise RuntimeError(
             f"backend: 'auto' or 'trtllm' is required (this host has no multi-node NVLink); got {backend!r}"

@@ -53,8 +53,8 @@ ALL_REDUCE = Op(
     arguments="Tensor input, Tensor(a!) workspace, Tensor peers, Tensor status, int rank, int rotation_bytes, "
     "Tensor(b!)? out=None, Tensor(c!)? norm_out=None, Tensor(d!)? quant_out=None, "
     "Tensor(e!)? scale_out=None, Tensor? residual_in=None, Tensor? weight=None, Tensor? scale=None, "
-    "int layout=0, int group=128, float eps=1e-06, int timeout_ms=300000, int shots=1, bool scatter=False, "
-    "bool? enable_pdl=None, bool trigger_at_end=True, int? ctas=None",
+    "int layout=0, int group=128, float eps=1e-06, float weight_bias=0.0, int timeout_ms=300000, int shots=1, "
+    "bool scatter=False, bool? enable_pdl=None, bool trigger_at_end=True, int? ctas=None",
     fields={
         "dtype": Field(("f16", "bf16", "f32"), "bf16"),
         "output": Field(tuple(_OUTPUTS), "sum"),

@@ -9,6 +9,7 @@ from fi_core.comm.memory import bytes_at
 from fi_core.comm.mnnvl import CommBackend, TorchDistBackend
 from fi_core.comm.workspace import AllReduceFusionWorkspace, check_group, current_device, find_by_address
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import BackendSupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -69,11 +70,7 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
     workspace.ipc_handles = [peers.tolist()]
     if not create_metadata:
         return workspace.ipc_handles, tensor
-    metadata = {
-        "tp_rank": tp_rank, "tp_size": tp_size, "max_token_num": max_token_num, "hidden_dim": hidden_dim,
-        "use_fp32_lamport": use_fp32_lamport, "buffer_size": workspace.max_bytes,
-    }  # fmt: skip
-    return workspace.ipc_handles, tensor, metadata
+    return workspace.ipc_handles, tensor, workspace.metadata
 
 
 def trtllm_destroy_ipc_workspace_for_all_reduce_fusion(
@@ -108,6 +105,11 @@ def _workspace(workspace_ptrs: torch.Tensor, world_rank: int, world_size: int) -
             f"{world_rank} and {world_size}"
         )
     return workspace
+
+
+def _check_backend(backend: str) -> None:
+    if backend != "trtllm":
+        raise BackendSupportedError(f"backend: 'trtllm' is required; got {backend!r}")
 
 
 def rows_of(name: str, tensor: torch.Tensor | None, rows: int, width: int) -> torch.Tensor | None:
@@ -146,6 +148,8 @@ def trtllm_allreduce_fusion(
     scale_factor: torch.Tensor | float | None,
     layout_code: int | None,
     metadata: dict[str, Any] | None = None,
+    block_quant_group_size: int | None = None,
+    weight_bias: float | None = None,
 ) -> None:
     """As `allreduce_fusion`, on a workspace of `trtllm_create_ipc_workspace_for_all_reduce_fusion`.
 
@@ -158,7 +162,8 @@ def trtllm_allreduce_fusion(
         allreduce_out, residual_out, norm_out, quant_out, scale_out: the outputs of the pattern; flat ones are accepted.
         metadata: of the creation; the message is checked against it.
         launch_with_pdl, trigger_completion_at_end, fp32_acc, use_oneshot, residual_in, rms_gamma, rms_eps,
-            scale_factor, layout_code: as for `allreduce_fusion`.
+            scale_factor, layout_code, block_quant_group_size: as for `allreduce_fusion`.
+        weight_bias: as there; None: 0.
 
     Raises:
         ValueError: workspace_ptrs is of no workspace, or the message does not fit it.
@@ -185,7 +190,8 @@ def trtllm_allreduce_fusion(
         quant_out=rows("quant_out", quant_out, hidden_dim // 2 if pattern_code in (3, 5) else hidden_dim),
         scale_out=scale_out, residual_in=rows("residual_in", residual_in), rms_gamma=rms_gamma,
         rms_eps=1e-6 if rms_eps is None else rms_eps, scale_factor=scale_factor, layout_code=layout_code,
-        use_oneshot=use_oneshot, fp32_acc=fp32_acc,
+        use_oneshot=use_oneshot, fp32_acc=fp32_acc, block_quant_group_size=block_quant_group_size,
+        weight_bias=weight_bias or 0.0,
     )  # fmt: skip
 
 
@@ -211,6 +217,9 @@ def trtllm_moe_allreduce_fusion(
     norm_out: torch.Tensor | None,
     quant_out: torch.Tensor | None,
     scale_out: torch.Tensor | None,
+    weight_bias: float | None = None,
+    *,
+    backend: str = "trtllm",
 ) -> None:
     """As `allreduce_fusion` with kMoEReductionARResidualRMSNorm.
 
@@ -219,17 +228,21 @@ def trtllm_moe_allreduce_fusion(
         token_num, hidden_dim: the shape of the message; tensors may be flat.
         moe_reduction_scale_input: `[moe_reduction_device_num_experts, token_num]`, or flat.
         moe_allreduce_out: None; the sum without the residual is not kept.
+        weight_bias: as for `allreduce_fusion`; None: 0.
+        backend: "trtllm".
         launch_with_pdl, residual_in, rms_gamma, rms_eps, scale_factor, moe_reduction_device_num_experts,
             moe_reduction_active_experts_token_input, moe_reduction_token_input, layout_code, residual_out, norm_out,
             quant_out, scale_out: as for `allreduce_fusion`.
 
     Raises:
+        BackendSupportedError: backend is another.
         ValueError: A size or tensor does not fit, or moe_allreduce_out is a tensor.
         TypeError: A dtype does not fit, or a tensor is missing.
         RuntimeError: An earlier call has failed; the text names the rank.
     """
     import torch
 
+    _check_backend(backend)
     workspace = _workspace(workspace_ptrs, world_rank, world_size)
     if moe_allreduce_out is not None:
         raise ValueError("moe_allreduce_out: None is required; the sum without the residual is not kept")
@@ -250,6 +263,7 @@ def trtllm_moe_allreduce_fusion(
         moe_reduction_token_input=rows_of(
             "moe_reduction_token_input", moe_reduction_token_input, token_num, hidden_dim
         ),
+        weight_bias=weight_bias or 0.0,
     )  # fmt: skip
 
 
@@ -261,6 +275,8 @@ def trtllm_moe_finalize_allreduce_fusion(
     expanded_idx_to_permuted_idx: torch.Tensor,
     norm_out: torch.Tensor,
     residual_out: torch.Tensor | None,
+    quant_out: torch.Tensor | None,
+    scale_out: torch.Tensor | None,
     workspace_ptrs: torch.Tensor,
     launch_with_pdl: bool,
     world_rank: int,
@@ -268,42 +284,61 @@ def trtllm_moe_finalize_allreduce_fusion(
     eps: float,
     shared_expert_output: torch.Tensor | None,
     expert_scale_factor: torch.Tensor | None,
+    routed_scaling_factor: float | None,
+    weight_bias: float | None = None,
+    *,
+    backend: str = "trtllm",
 ) -> None:
     """As `allreduce_fusion` with kMoEFinalizeARResidualRMSNorm.
 
     Args:
         allreduce_in: `[..., hidden]`, contiguous: the results of experts.
         norm_weight, eps: rms_gamma and rms_eps of `allreduce_fusion`.
+        quant_out, scale_out: None; `allreduce_fusion` with kMoEFinalizeARResidualRMSNormFP8Quant quantizes.
         workspace_ptrs, world_rank, world_size: as for `trtllm_allreduce_fusion`.
         residual_in, expanded_idx_to_permuted_idx, norm_out, residual_out, launch_with_pdl, shared_expert_output,
             expert_scale_factor: as for `allreduce_fusion`.
+        routed_scaling_factor: None or 1; others are part of expert_scale_factor.
+        weight_bias: as there; None: 0.
+        backend: "trtllm".
 
     Raises:
-        ValueError: A size or tensor does not fit.
+        BackendSupportedError: backend is another.
+        ValueError: A size or tensor does not fit, or quant_out, scale_out or routed_scaling_factor is given.
         TypeError: A dtype does not fit, or a tensor is missing.
         RuntimeError: An earlier call has failed; the text names the rank.
     """
+    for name, given in (("quant_out", quant_out), ("scale_out", scale_out)):
+        if given is not None:
+            raise ValueError(f"{name}: None is required; allreduce_fusion with a pattern of experts quantizes")
+    if routed_scaling_factor not in (None, 1):
+        raise ValueError(
+            f"routed_scaling_factor: None or 1 is required; got {routed_scaling_factor}; multiply expert_scale_factor"
+        )
+    _check_backend(backend)
     fusion.allreduce_fusion(
         allreduce_in, _workspace(workspace_ptrs, world_rank, world_size),
         fusion.AllReduceFusionPattern.kMoEFinalizeARResidualRMSNorm, launch_with_pdl, residual_out=residual_out,
         norm_out=norm_out, residual_in=residual_in, rms_gamma=norm_weight, rms_eps=eps,
         expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx, expert_scale_factor=expert_scale_factor,
-        shared_expert_output=shared_expert_output,
+        shared_expert_output=shared_expert_output, weight_bias=weight_bias or 0.0,
     )  # fmt: skip
 
 
-def trtllm_lamport_initialize(ptr: int, size: int, dtype: torch.dtype) -> None:
+def trtllm_lamport_initialize(buffer_ptr: int, size: int, dtype: torch.dtype) -> None:
     """Fills memory of the current CUDA device with -0, as buffers of a caller's own exchange need.
 
     Args:
-        ptr: the address.
+        buffer_ptr: the address.
         size: number of elements.
         dtype: of the elements, a floating-point type.
     """
-    bytes_at(ptr, size * dtype.itemsize, current_device()).view(dtype).fill_(-0.0)
+    bytes_at(buffer_ptr, size * dtype.itemsize, current_device()).view(dtype).fill_(-0.0)
 
 
-def trtllm_lamport_initialize_all(p0: int, p1: int, p2: int, size: int, dtype: torch.dtype) -> None:
+def trtllm_lamport_initialize_all(
+    buffer_0_ptr: int, buffer_1_ptr: int, buffer_2_ptr: int, size: int, dtype: torch.dtype
+) -> None:
     """`trtllm_lamport_initialize` of three buffers."""
-    for pointer in (p0, p1, p2):
+    for pointer in (buffer_0_ptr, buffer_1_ptr, buffer_2_ptr):
         trtllm_lamport_initialize(pointer, size, dtype)

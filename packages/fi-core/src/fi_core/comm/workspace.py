@@ -155,9 +155,20 @@ class AllReduceFusionWorkspace(CommWorkspace):
         comm_backend: CommBackend,
         timeout: float = 300.0,
     ) -> None:
+        self.max_token_num, self.hidden_dim, self.dtype = max_token_num, hidden_dim, dtype
         self.max_bytes = max_token_num * hidden_dim * dtype.itemsize
         size = rotation_bytes(self.max_bytes, hidden_dim * dtype.itemsize, comm_backend.Get_size())
         super().__init__(device, comm_backend, size, 0, timeout)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What FlashInfer's workspaces say of themselves: the group, the largest message, and bytes of each part."""
+        return {
+            "tp_rank": self.rank, "tp_size": self.world_size, "max_token_num": self.max_token_num,
+            "hidden_dim": self.hidden_dim, "use_fp32_lamport": self.dtype.itemsize == 4, "buffer_size": self.max_bytes,
+            "flag_size": HEADER, "lamport_comm_size": self.rotation_bytes,
+            "lamport_buffer_size": ROTATIONS * self.rotation_bytes, "control_flag_ptr": self.buffer.data_ptr(),
+        }  # fmt: skip
 
     def is_buffer_size_sufficient(
         self,

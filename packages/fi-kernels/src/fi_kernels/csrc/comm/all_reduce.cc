@@ -138,6 +138,7 @@ void all_reduce(const Kernel& kernel, const AllReduceArgs& a) {
   p.quant_out = a.quant_out ? a.quant_out.data() : nullptr;
   p.scale_out = a.quant_out && a.scale_out ? a.scale_out.data() : nullptr;
   p.eps = static_cast<float>(a.eps);
+  p.weight_bias = static_cast<float>(a.weight_bias);
   p.inv_d = 1.f / static_cast<float>(d);
   p.early_trigger = !a.trigger_at_end;
   const int64_t world = p.comm.world;

@@ -50,6 +50,7 @@ struct AllReduceParams {
   int32_t group;                  // elements of a group
   int32_t early_trigger;          // 1: the next kernel may be scheduled when this one has sent its data
   float eps, inv_d;
+  float weight_bias;  // added to the weight: 1 for Gemma
 };
 
 }  // namespace fi

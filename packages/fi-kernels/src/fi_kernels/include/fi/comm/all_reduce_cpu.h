@@ -26,6 +26,7 @@ inline void all_reduce(const AllReduceParams& p, DType dtype, ReduceOutput outpu
   const int64_t bytes = d * dtype.bytes();
   std::vector<float> weight(output == kReduceSum ? 0 : static_cast<size_t>(d));
   if (p.weight) load(p.weight, weight.data(), d);
+  for (float& w : weight) w += p.weight_bias;
   const float scale = p.scale ? *p.scale : 1.f;
   BlockQuantizeParams blocks{};
   blocks.out = p.quant_out;

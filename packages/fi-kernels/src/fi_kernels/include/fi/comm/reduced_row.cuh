@@ -69,7 +69,7 @@ struct ReducedRow {
           to_floats(s[k], f);
           to_floats(kVecs < 4 ? w[k] : static_cast<const uint4*>(p.weight)[i], y);
 #pragma unroll
-          for (int j = 0; j < kVec; ++j) y[j] *= f[j] * inv_rms;
+          for (int j = 0; j < kVec; ++j) y[j] = (y[j] + p.weight_bias) * (f[j] * inv_rms);
           to_words(y, normed);
           if (p.norm_out) store_global(static_cast<uint4*>(p.norm_out) + first + i, normed);
         }

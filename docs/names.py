@@ -1,16 +1,12 @@
-"""Which public names of FlashInfer fi has, and where a call of them differs: docs/flashinfer.txt against the code."""
+"""Which public names of FlashInfer fi has, and where a call differs: fi_core/compat/names.txt against the code."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-DATA = Path(__file__).with_name("flashinfer.txt")
-SAME, DIFFERS, BLACKWELL, LATER = "same", "differs", "Blackwell only", "not yet"
-_STATES = {"blackwell": BLACKWELL, "false": BLACKWELL, "later": LATER, "probed": LATER}
+SAME, DIFFERS = "same", "differs"
+_STATES = {"blackwell": "Blackwell only", "later": "not yet", "inside": "a part of FlashInfer"}
 
 
 class Row(NamedTuple):
@@ -19,28 +15,6 @@ class Row(NamedTuple):
     name: str
     state: str
     how: str
-
-
-def recorded() -> Iterator[tuple[str, str, str | None, str]]:
-    """(module, name, parameters, note) of each name in docs/flashinfer.txt; None for the parameters of a plain name."""
-    module = ""
-    for line in DATA.read_text().split("\n\n", 1)[1].splitlines():
-        if line.startswith(" "):
-            declared, _, note = line.strip().partition(" -- ")
-            name, opened, parameters = declared.partition("(")
-            yield module, name, parameters.removesuffix(")") if opened else None, note
-        else:
-            module = line
-
-
-def find(module: str, name: str) -> Any:
-    """The object of fi for a name of FlashInfer."""
-    from fi_core.compat.alias import home
-
-    found: Any = importlib.import_module(home(module))
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
 
 
 _Parameter = inspect.Parameter
@@ -88,20 +62,32 @@ def differences(theirs: inspect.Signature, ours: inspect.Signature) -> list[str]
 _LITERALS = (str, int, float, bool, type(None), tuple)
 
 
-def rows() -> list[Row]:
-    """Every public name, sorted."""
-    from fi_core.compat import lacking
+def compared() -> dict[str, list[str]]:
+    """What differs, by the path of each name that fi has: its parameters, or that a member of a class is missing."""
+    from fi_core.compat import lacking, names
 
-    found = []
-    for module, name, parameters, note in recorded():
-        value = find(module, name)
-        wrong = [] if parameters is None else differences(lacking.parameters(parameters), inspect.signature(value))
-        how = "; ".join([*wrong, *([note] if note else [])])
-        found.append(Row(f"{module}.{name}", DIFFERS if how else SAME, how))
-    for entries in lacking.table().values():
-        for entry in entries.values():
-            public = not any(part.startswith("_") for part in entry.dotted.split("."))
-            if public:
-                name = entry.dotted.removeprefix("flashinfer.")
-                found.append(Row(name, _STATES[entry.kind], entry.instead))
-    return sorted(set(found), key=lambda row: row.name.lower())
+    found = {}
+    for path, entry in names.read().items():
+        if entry.kind == "here" and not entry.same:
+            try:
+                value = lacking.resolve(path)
+                theirs = None if entry.parameters is None else lacking.parameters(entry.parameters)
+                found[path] = [] if theirs is None else differences(theirs, inspect.signature(value))
+            except AttributeError:
+                found[path] = [f"`{entry.name}` is missing"]
+    return found
+
+
+def rows() -> list[Row]:
+    """Every public name, sorted; second names of the same object are left out."""
+    from fi_core.compat import names
+
+    found, wrong = [], compared()
+    for path, entry in names.read().items():
+        public = not any(part.startswith("_") for part in path.split("."))
+        if entry.kind == "here" and not entry.same:
+            how = "; ".join([*wrong[path], *([entry.note] if entry.note else [])])
+            found.append(Row(path, DIFFERS if how else SAME, how))
+        elif entry.kind != "here" and not entry.same and public and entry.name != names.WHOLE:
+            found.append(Row(path, _STATES[entry.why], entry.advice))
+    return sorted(found, key=lambda row: row.name.lower())

@@ -3,8 +3,8 @@
 `python tools/engine_names.py vllm sglang` reads the installed packages; a wheel may stand after `=`, as in
 `vllm=downloads/vllm-0.33.0.whl`. Nothing of an engine is run. The record is tests/engine_calls/<engine>.txt: under each
 name, `import`, `ask` and `call` lines. An import is `optional` if the engine goes on without it, `lazy` inside a
-function; `ask` is a look-up by `hasattr` or `getattr`; a call has its number of positional arguments and its keywords, `*` and
-`**` if it passes more. Names follow assignments such as `comm = _comm`, keywords the dict that a call unpacks.
+function; `ask` is a look-up by `hasattr` or `getattr`; a call has its number of positional arguments and its keywords,
+`*` and `**` if it passes more. Names follow assignments such as `comm = _comm`, keywords the dict that a call unpacks.
 """
 
 from __future__ import annotations

@@ -92,48 +92,6 @@ assert {"rmsnorm", "__version__"} <= {*dir(flashinfer)}
     assert output(EXEC, text, tmp_path) == ""
 
 
-def test_what_fi_lacks_answers(tmp_path: Path) -> None:
-    text = """
-import flashinfer
-from flashinfer.utils import BackendSupportedError
-from flashinfer.prims_ts.gemm import PrimsTsGemmConfig
-from flashinfer.cute_dsl.utils import is_cute_dsl_available
-from flashinfer.comm.mnnvl_cutedsl.kernel_ll import LL_ALL_REDUCE_GB300_TP8_H8192 as preset
-from flashinfer.decode import trtllm_batch_decode_sparse_mla_dsv4
-assert is_cute_dsl_available() is False
-assert not flashinfer.gemm.group_gemm_mxfp4_nt_groupwise.is_backend_supported("cutlass", 90)
-class Mine(PrimsTsGemmConfig): pass
-uses = PrimsTsGemmConfig, Mine, PrimsTsGemmConfig.tune, trtllm_batch_decode_sparse_mla_dsv4, lambda: preset.stages
-for use in uses:
-    try:
-        use()
-    except BackendSupportedError as error:
-        assert "is not in fi: its kernels are for Blackwell (sm_100 and later); use " in str(error), error
-    else:
-        raise AssertionError(use)
-assert not hasattr(flashinfer.comm, "PcieIpcAllReduceWorkspace"), "engines ask, and take another path"
-try:
-    from flashinfer.kda import recurrent_kda
-except ImportError:
-    pass
-else:
-    raise AssertionError
-try:
-    flashinfer.kda.recurrent_kda
-except AttributeError as error:
-    assert str(error).startswith("flashinfer.kda.recurrent_kda is not in fi yet; use the Triton")
-else:
-    raise AssertionError
-try:
-    flashinfer.rmsnrom
-except AttributeError as error:
-    assert "did you mean 'rmsnorm'" in str(error)
-else:
-    raise AssertionError
-"""
-    assert output(EXEC, text, tmp_path) == ""
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [([], "a command is required, such as fi-core exec -- vllm"), (["--", "nosuch"], "no command")],

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fi_core.compat import alias, install, lacking
+from fi_core.compat import alias, install, names
 
 RECORDS = sorted(Path(__file__).parent.glob("*.txt"))
 EMPTY = inspect.Parameter.empty
@@ -25,9 +24,9 @@ class Used(NamedTuple):
     """A line of a record."""
 
     name: str  # with `flashinfer.`
-    what: str  # "import" or "call"
+    what: str  # "import", "ask" or "call"
     where: str
-    rest: tuple[str, ...]
+    rest: tuple[str, ...]  # of an import "optional" and "lazy"
 
 
 def used(path: Path) -> Iterator[Used]:
@@ -66,31 +65,47 @@ def resolve(dotted: str) -> Any:
     return found
 
 
-def entry_of(dotted: str) -> lacking.Name | None:
-    """The row of a name, if fi lacks it."""
+def entry_of(dotted: str) -> names.Name | None:
+    """The decision for a name, if fi lacks it."""
     module, _, name = dotted.partition(".")[2].rpartition(".")
-    return lacking.table().get(module or lacking.TOP, {}).get(name)
+    entry = names.find(module, name)
+    return None if entry is None or entry.kind == "here" else entry
 
 
 def probed(dotted: str) -> bool:
-    """Whether a name is one that engines look for, and do without where it does not exist."""
+    """Whether a name does not exist, and says what to use."""
     entry = entry_of(dotted)
-    return entry is not None and entry.kind == "probed"
+    return entry is not None and entry.kind == "absent"
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
 def test_every_import_resolves(record: Path) -> None:
     """What engines import, but for what they ask for and do without."""
-    names = sorted({line.name for line in used(record) if line.what == "import"})
-    assert len(names) > 100
+    imported = sorted({line.name for line in used(record) if line.what == "import"})
+    assert len(imported) > 100
     missing = []
-    for name in names:
+    for name in imported:
         try:
             resolve(name)
         except AttributeError as error:
             if not probed(name):
                 missing.append(str(error))
     assert missing == []
+
+
+def test_a_look_up_tells_the_truth() -> None:
+    """What engines ask for exists only if it works; what a module of theirs imports at once exists."""
+    lines = [line for record in RECORDS for line in used(record)]
+    asked = {line.name for line in lines if line.what == "ask" or (line.what == "import" and "optional" in line.rest)}
+    at_once = {line.name for line in lines if line.what == "import" and not line.rest}
+    assert len(asked) > 80 and len(at_once) > 50
+    known = names.read()
+    entries = {name: known.get(name.partition(".")[2]) for name in asked | at_once}
+    lies = [name for name in asked - at_once if (entry := entries[name]) and entry.kind == "refuses"]
+    # These are asked for, so that they are absent; SGLang's module is imported where its backend was chosen.
+    chosen = {"cute_dsl.blockscaled_gemm.grouped_gemm_nt_masked", "silu_and_mul_scaled_nvfp4_experts_quantize"}
+    lost = [name for name in at_once if (entry := entries[name]) and entry.kind == "absent"]
+    assert lies == [] and set(lost) == {f"flashinfer.{name}" for name in chosen}
 
 
 def owner_of(dotted: str) -> tuple[Any, bool]:
@@ -125,13 +140,9 @@ def lacked(dotted: str) -> bool:
     return any(entry_of(".".join(parts[:end])) for end in range(2, len(parts)))
 
 
-# Attributes of objects, whose methods torch brings.
-OF_TORCH = re.compile(r"\.(_\w*buf\.copy_|_int_workspace_buffer\.view)$")
-
-
 @pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
 def test_every_call_binds(record: Path) -> None:
-    calls = [line for line in used(record) if line.what == "call" and not OF_TORCH.search(line.name)]
+    calls = [line for line in used(record) if line.what == "call"]
     assert len(calls) > 250
     problems = [found for line in calls if (found := problem(line))]
     assert problems == [], "\n".join(problems)
@@ -139,24 +150,25 @@ def test_every_call_binds(record: Path) -> None:
 
 def test_calls_of_names_that_fi_has_are_bound() -> None:
     """Stand-ins of other GPUs' names may take anything; the functions of fi have the signatures that are checked."""
-    names = {line.name for record in RECORDS for line in used(record) if line.what == "call"}
-    real = [name for name in names if entry_of(name) is None and not lacked(name)]
+    called = {line.name for record in RECORDS for line in used(record) if line.what == "call"}
+    real = [name for name in called if entry_of(name) is None and not lacked(name)]
     assert len(real) > 90
     for name in real:
-        if not OF_TORCH.search(name):
-            kinds = [p.kind.name for p in inspect.signature(owner_of(name)[0]).parameters.values()]
-            assert kinds != ["VAR_POSITIONAL", "VAR_KEYWORD"], name
+        kinds = [p.kind.name for p in inspect.signature(owner_of(name)[0]).parameters.values()]
+        assert kinds != ["VAR_POSITIONAL", "VAR_KEYWORD"], name
 
 
-def test_a_name_stands_in_the_table_only_while_fi_lacks_it() -> None:
-    """A row that a new function makes wrong is deleted with it."""
+def test_a_name_is_lacked_only_while_fi_lacks_it() -> None:
+    """A decision that a new function makes wrong is changed with it: its lines move to [here]."""
     wrong = []
-    for module, names in lacking.table().items():
-        place = "fi_core" if module == lacking.TOP else alias.home(module)
+    for path, entry in names.read().items():
+        module, _, name = path.rpartition(".")
+        if entry.kind == "here" or module in names.read():
+            continue
         try:
-            found = importlib.import_module(place)
+            found = importlib.import_module(alias.home(module) if module else "fi_core")
         except ModuleNotFoundError:
             continue
-        own = {*vars(found), *getattr(found, "__all__", ())} if place != "fi_core" else set(found.__all__)
-        wrong += [f"{module}: {name}" for name in names if name in own]
+        own = {*vars(found), *getattr(found, "__all__", ())} if module else set(found.__all__)
+        wrong += [path] if name in own else []
     assert wrong == []

@@ -9,6 +9,7 @@ import torch
 
 from families.harness import assert_close, assert_guards, guarded, rand, strided
 from families.linear_attention_reference import gated_delta_rule, gates
+from fi_core import gdn_kernels
 from fi_core.gdn_decode import gated_delta_rule_decode, gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp
 from fi_core.observe.trace import fi_trace
 
@@ -159,6 +160,26 @@ def test_drafted_tokens(device: str) -> None:
             if slots[row, t] >= 0:
                 after[slots[row, t]] = states[t + 1]
     assert_close(pool, after, tolerance=STATE[F32])
+
+
+def test_drafted_tokens_on_bf16_states(device: str) -> None:
+    """The entry that SGLang imports: the pool is updated unless the call says otherwise."""
+    x, indices = inputs(2, 3, device), torch.tensor([2, 0], dtype=torch.int32, device=device)
+    start = rand(3, 4, 128, 128, dtype=BF16, device=device)
+    kept, pool = torch.empty(2, 3, 4, 128, 128, dtype=BF16, device=device), start.clone()
+    given: dict[str, Any] = {**x, "initial_state_indices": indices}
+    out = gdn_kernels.gated_delta_rule_mtp(**given, initial_state_source=pool, intermediate_states_buffer=kept)
+    for row, slot in ((0, 2), (1, 0)):
+        want, states = expected(x, row, start[slot])
+        assert_close(out[row], want)
+        assert_close(kept[row], states[1:], tolerance=STATE[BF16])
+        assert_close(pool[slot], states[-1], tolerance=STATE[BF16])
+    assert torch.equal(pool[1], start[1])
+    one = {name: tensor[:, :1] if name in ("q", "k", "v", "a", "b") else tensor for name, tensor in given.items()}
+    pool = start.clone()
+    assert_close(gdn_kernels.gated_delta_rule(**one, initial_state_source=pool)[0], expected(x, 0, start[2])[0][:1])
+    with pytest.raises(ValueError, match="recovery_steps: 0 is required; got 1; keep states in intermediate_states"):
+        gdn_kernels.gated_delta_rule_mtp(**given, initial_state_source=pool, recovery_steps=1)
 
 
 def test_drafted_tokens_update_the_state_only_if_asked_to(device: str) -> None:

@@ -41,6 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fp4_quantization",
         "fp8_quantization",
         "gdn_decode",
+        "gdn_kernels",
         "gdn_prefill",
         "grouped_mm",
         "mamba",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+from fi_core.compat import hook as _hook
+
 TYPE_CHECKING = False  # as in typing, which alone would take longer to import than all of this
 if TYPE_CHECKING:
     from typing import Any
@@ -163,6 +165,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "apply_rope_with_cos_sin_cache_inplace",
     ),
 }
+_hook.install()
 _HOME = {name: f"fi_core.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = ["__git_commit__", "__git_version__", "__version__", *_HOME]
 
@@ -181,8 +184,12 @@ def __getattr__(name: str) -> Any:
             raise
         import pkgutil
 
+        from fi_core.compat import lacking
         from fi_core.runtime.errors import missing_attribute
 
+        stand_in = lacking.find("", name)
+        if stand_in is not None:
+            return stand_in
         modules = [module.name for module in pkgutil.iter_modules(__path__)]
         raise missing_attribute("fi_core", name, [*__all__, *modules]) from None
 

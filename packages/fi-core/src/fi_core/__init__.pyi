@@ -21,6 +21,7 @@ from fi_core import fp4_quantization as fp4_quantization
 from fi_core import fp8_quantization as fp8_quantization
 from fi_core import fused_moe as fused_moe
 from fi_core import gdn_decode as gdn_decode
+from fi_core import gdn_kernels as gdn_kernels
 from fi_core import gdn_prefill as gdn_prefill
 from fi_core import gemm as gemm
 from fi_core import green_ctx as green_ctx

@@ -3,7 +3,7 @@
 The folder `site` holds a package `flashinfer` and the records of its distributions. Whoever has that folder on the
 search path gets fi under FlashInfer's name: `fi-core exec` puts it on PYTHONPATH, `fi_core.compat.install` on
 `sys.path`. The package forwards each of its submodules to the module of fi that has its names, the same object under
-both names; what fi lacks answers with the reason (`compat.lacking`).
+both names, so that what fi lacks answers in the same way under both (`compat.lacking`).
 """
 
 from __future__ import annotations
@@ -12,24 +12,19 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.abc import InspectLoader, Loader, MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fi_core.compat import lacking
+from fi_core.compat import names
+from fi_core.compat.hook import Same, lacking_spec
+from fi_core.compat.renamed import RENAMED
 
 VERSION = "0.7.2.post1"  # of FlashInfer, whose API this is
 NAME = "flashinfer"
 SITE = Path(__file__).parent / "site"
-
-# Modules of FlashInfer that have another name here.
-RENAMED = {
-    "autotuner.autotuner": "compat.autotuner",
-    "fi_trace": "observe.trace",
-    "trace": "observe.trace",
-}
 
 
 def install_here() -> None:
@@ -64,8 +59,7 @@ class _Forwarding(ModuleType):
             raise AttributeError(f"module {NAME!r} has no attribute {name!r}", name=name)
         if importlib.util.find_spec(f"{NAME}.{name}") is not None:
             return importlib.import_module(f"{NAME}.{name}")
-        found = lacking.find(lacking.TOP, name)
-        return getattr(core, name) if found is None else found
+        return getattr(core, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         core = importlib.import_module("fi_core")
@@ -82,7 +76,7 @@ class _Forwarding(ModuleType):
 
 
 class _Finder(MetaPathFinder):
-    """Finds `flashinfer.<module>`: a module of fi, or one that only lists what fi lacks."""
+    """Finds `flashinfer.<module>`: the module of fi."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -90,40 +84,22 @@ class _Finder(MetaPathFinder):
         top, _, name = fullname.partition(".")
         if top != NAME or not name:
             return None
+        place = home(name)
         try:
-            found = importlib.util.find_spec(home(name))
+            found = importlib.util.find_spec(place)
         except ModuleNotFoundError:  # its parent is no package of fi
             found = None
-        if found is None and not lacking.has_module(name):
-            return None
-        inner = [other for other in (*RENAMED, *lacking.table()) if other.startswith(f"{name}.")]
-        package = bool(inner) or (found is not None and found.submodule_search_locations is not None)
-        origin = found.origin if found is not None else None
-        return ModuleSpec(fullname, _Loader(name, found is not None), origin=origin, is_package=package)
+        if found is None:
+            return lacking_spec(name, fullname)
+        package = found.submodule_search_locations is not None or name in names.packages()
+        return ModuleSpec(fullname, _Loader(place), origin=found.origin, is_package=package)
 
 
-class _Loader(Loader):
+class _Loader(Same, Loader):
     """Gives the module of fi itself."""
-
-    def __init__(self, name: str, ours: bool) -> None:
-        self.name, self.ours = name, ours
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        if not self.ours:
-            return None
-        module = importlib.import_module(home(self.name))
-        self.spec = module.__spec__  # importlib sets the one under FlashInfer's name
-        return module
 
     def get_code(self, fullname: str) -> Any:
         """For `python -m flashinfer.<module>`."""
-        spec = importlib.util.find_spec(home(self.name)) if self.ours else None
-        return spec.loader.get_code(spec.name) if spec and isinstance(spec.loader, InspectLoader) else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        if self.ours:
-            module.__spec__ = self.spec
-        for name in lacking.table():
-            known = module if name == self.name else sys.modules.get(home(name))
-            if known is not None and f"{name}.".startswith(f"{self.name}."):  # also modules that fi imported itself
-                lacking.answer(known, name)
+        spec = importlib.util.find_spec(self.home)
+        loader: Any = spec.loader if spec else None
+        return loader.get_code(self.home) if hasattr(loader, "get_code") else None

@@ -1,129 +1,97 @@
-"""What FlashInfer has and fi has not: each name of `lacking.txt` answers a call, or a look-up, with the reason.
+"""What stands for a name of FlashInfer that a module of fi lacks: the decisions of `compat.names`.
 
-Engines import names of kernels that they will not run on the GPU at hand. Such a name exists, binds its arguments as
-FlashInfer's does, and refuses to run. Only modules under FlashInfer's import name (`compat.alias`) have these names.
+A second name of what fi has is that object. A name that an engine imports without asking exists, binds its arguments as
+FlashInfer's does, and refuses to run. Any other does not exist: `hasattr` is False and a guarded import falls back, and
+the error of a plain use says what to use.
 """
 
 from __future__ import annotations
 
 import ast
+import dis
 import functools
+import importlib
 import inspect
-import re
-from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+import sys
+from types import FrameType
+from typing import Any
 
+from fi_core.compat import names
+from fi_core.compat.renamed import RENAMED
 from fi_core.runtime.errors import BackendSupportedError
 
-TABLE = Path(__file__).with_name("lacking.txt")
-TOP = "."  # the package itself
-_ABSENT = "is not in fi: its kernels are for Blackwell (sm_100 and later)"
-_STATES = {"blackwell": _ABSENT, "later": "is not in fi yet", "probed": "is not in fi yet", "false": "is not in fi"}
 
-
-class Name(NamedTuple):
-    """One name of FlashInfer that fi lacks."""
-
-    module: str
-    name: str
-    kind: str  # "blackwell", "later", "probed" or "false"
-    instead: str
-    parameters: str | None  # None: it is no function or class
-
-    @property
-    def dotted(self) -> str:
-        return f"flashinfer.{self.name}" if self.module == TOP else f"flashinfer.{self.module}.{self.name}"
-
-    @property
-    def reason(self) -> str:
-        return f"{self.dotted} {_STATES[self.kind]}; {self.instead}"
-
-
-@functools.cache
-def table() -> dict[str, dict[str, Name]]:
-    """All names by module; a module that others are below has an entry too."""
-    found: dict[str, dict[str, Name]] = {TOP: {}}
-    kind = instead = module = ""
-    section: dict[str, dict[str, Name]] = {}
-    for line in TABLE.read_text(encoding="utf-8").splitlines():
-        header = re.fullmatch(r"\[(\w+)\] (.+)", line)
-        if header:
-            kind, instead, section = header[1], header[2], {}
-        elif not kind or not line:
+def resolve(path: str) -> Any:
+    """The object of a path of FlashInfer, as `norm.rmsnorm`, from the longest module in it."""
+    parts = path.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:end])
+        try:
+            found: Any = importlib.import_module(f"fi_core.{RENAMED.get(name, name)}")
+        except ModuleNotFoundError:
             continue
-        elif line.startswith(" "):
-            name, opened, parameters = line.strip().partition("(")
-            top = found[TOP].get(name)
-            given = parameters.removesuffix(")") if opened else top.parameters if top else None
-            section[module][name] = found[module][name] = Name(module, name, kind, instead, given)
-        else:
-            module, _, like = line.partition(" = ")
-            found.setdefault(module, {})
-            here = section.setdefault(module, {})
-            here.update((name, entry._replace(module=module)) for name, entry in section.get(like, {}).items())
-            found[module].update(here)
-    for module in list(found):
-        while "." in module.strip("."):
-            module = module.rpartition(".")[0]
-            found.setdefault(module, {})
-    return found
-
-
-def has_module(module: str) -> bool:
-    """Whether FlashInfer's module of this name (without `flashinfer.`), or one below it, has names that fi lacks."""
-    return module in table()
+        return functools.reduce(getattr, parts[end:], found)
+    return functools.reduce(getattr, parts, sys.modules["fi_core"])
 
 
 def find(module: str, name: str) -> Any:
-    """What stands for a name of FlashInfer that fi lacks; None if it is none of them.
+    """What stands for a name of a module of FlashInfer that a module of fi lacks; None if FlashInfer has no such name.
 
     Raises:
-        AttributeError: Engines do without the name where it does not exist.
+        AttributeError: The name does not exist here. An ImportError in an import statement.
     """
-    entry = table().get(module, {}).get(name)
-    if entry is None:
+    entry = names.find(module, name)
+    if entry is None or entry.kind == "undecided" or (entry.kind == "here" and not entry.same):
         return None
-    if entry.kind == "probed":
-        raise AttributeError(entry.reason, name=name, obj=None)
-    return stand_in(entry)
+    if entry.kind == "here":
+        return resolve(entry.same)
+    if entry.kind in ("refuses", "false"):
+        return stand_in(entry)
+    # NOTE: `from m import n` drops the message of an AttributeError for one of its own, and keeps an ImportError.
+    caller = _caller()
+    if caller and caller.f_code.co_code[caller.f_lasti] == dis.opmap["IMPORT_FROM"]:
+        raise ImportError(entry.reason, name=module)
+    raise AttributeError(entry.reason, name=name, obj=None)
 
 
-def answer(module: ModuleType, name: str) -> None:
-    """Lets a module answer for the names that it lacks; its own names win."""
-    own = vars(module).get("__getattr__")
-    if getattr(own, "answers", None) == name:
-        return
+def has_module(place: str, fullname: str) -> bool:
+    """Whether a module that fi lacks holds names that exist.
 
-    def __getattr__(wanted: str) -> Any:
-        try:
-            if own is not None:
-                return own(wanted)
-        except AttributeError:
-            if wanted not in table()[name]:
-                raise
-        found = find(name, wanted)
-        if found is None:
-            raise AttributeError(f"module {module.__name__!r} has no attribute {wanted!r}", name=wanted)
-        return found
+    Raises:
+        ModuleNotFoundError: in an import statement, with what to use.
+    """
+    if place in names.answering_modules():
+        return True
+    caller = _caller()
+    if caller and caller.f_code.co_name == "_find_and_load_unlocked":
+        around, _, name = place.rpartition(".")
+        entry = names.find(around, name)
+        if entry is not None and entry.kind != "here":
+            raise ModuleNotFoundError(entry.reason, name=fullname)
+    return False
 
-    __getattr__.answers = name  # type: ignore[attr-defined]
-    vars(module)["__getattr__"] = __getattr__
+
+def _caller() -> FrameType | None:
+    """The first frame above that is neither fi's nor the import system's search."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and (
+        frame.f_globals.get("__name__", "").split(".")[0] == "fi_core" or frame.f_code.co_name == "_find_spec"
+    ):
+        frame = frame.f_back
+    return frame
 
 
 @functools.cache
-def stand_in(entry: Name) -> Any:
+def stand_in(entry: names.Name) -> Any:
     """A function, a class or a constant that refuses to work; a query that answers."""
-    if entry.parameters is None:
-        return _Constant(entry)
-    if entry.name[:1].isupper():
+    if entry.name[:1].isupper() and not entry.name.isupper():
         members = {"__init__": _refusal(entry, method=True), "__module__": "flashinfer", "__doc__": entry.reason}
         return _Class(entry.name, (), members | {"_entry": entry})
-    return _refusal(entry)
+    return _Constant(entry) if entry.parameters is None else _refusal(entry)
 
 
-def _refusal(entry: Name, *, method: bool = False) -> Any:
-    signature = parameters(entry.parameters or "...", method)
+def _refusal(entry: names.Name, *, method: bool = False) -> Any:
+    signature = parameters("..." if entry.parameters is None else entry.parameters, method)
 
     def refuse(*args: Any, **kwargs: Any) -> bool:
         signature.bind(*args, **kwargs)
@@ -144,18 +112,18 @@ def _refusal(entry: Name, *, method: bool = False) -> Any:
 class _Class(type):
     """The class of classes that fi lacks: their methods refuse too."""
 
-    _entry: Name
+    _entry: names.Name
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _refusal(cls._entry._replace(name=f"{cls._entry.name}.{name}", parameters="..."))
+        return _refusal(cls._entry._replace(path=f"{cls._entry.path}.{name}", parameters=None))
 
 
 class _Constant:
     """A value that fi lacks. It can be stored and compared, but has no content."""
 
-    def __init__(self, entry: Name) -> None:
+    def __init__(self, entry: names.Name) -> None:
         self._entry = entry
 
     def __getattr__(self, name: str) -> Any:

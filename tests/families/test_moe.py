@@ -19,7 +19,7 @@ from fi_core.fused_moe import (
     is_gated_activation,
 )
 from fi_core.fused_moe.activations import activation_of
-from fi_core.fused_moe.experts import sort_slots
+from fi_core.fused_moe.launches import sort_slots
 from fi_core.fused_moe.ops import moe_gated_gemm, moe_route, moe_sort
 from fi_core.quantization import block_scale_interleave
 

@@ -14,7 +14,7 @@ from fi_core.fused_moe import (
     cutlass_fused_moe_workspace_size,
     trtllm_bf16_routed_moe,
 )
-from fi_core.fused_moe.few_tokens import moe_few_tokens
+from fi_core.fused_moe.moe_few_tokens import moe_few_tokens
 from fi_core.tllm_enums import ActivationType as Act
 from fi_core.tllm_enums import WeightLayout
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from fi_core.fused_moe import trace
 from fi_core.fused_moe.activations import activation_of
-from fi_core.fused_moe.experts import compute_layer
-from fi_core.fused_moe.formats import check_experts, layer_of
+from fi_core.fused_moe.formats import check_experts, layer_of, refuse
+from fi_core.fused_moe.launches import compute_layer
 from fi_core.fused_moe.layer import Scratch, TokenExperts
 from fi_core.observe.log import fi_api
 from fi_core.tllm_enums import ActivationType
@@ -119,18 +119,7 @@ def cutlass_fused_moe(
         TypeError: A dtype does not fit.
         NotImplementedError: min_latency_mode, cluster_size or use_wfp4afp8_humming is asked for.
     """
-    import torch
-
-    asked = {
-        "min_latency_mode": min_latency_mode,
-        "cluster_size": cluster_size != 1,
-        "use_wfp4afp8_humming": use_wfp4afp8_humming,
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise NotImplementedError(
-                f"{name} is not supported: leave it out, kernels are chosen by the number of tokens"
-            )
+    refuse(min_latency_mode=min_latency_mode, cluster_size=cluster_size != 1, use_wfp4afp8_humming=use_wfp4afp8_humming)
     activation = activation_of(
         activation_type, swiglu_alpha, swiglu_beta, swiglu_limit, clamped_relu2_limit, situ_beta, situ_linear_beta,
         fc1_expert_weights.shape[0],
@@ -139,24 +128,28 @@ def cutlass_fused_moe(
         input, fc1_expert_weights, fc2_expert_weights, quant_scales or (), output_dtype, input_sf, swizzled_input_sf,
         use_deepseek_fp8_block_scale, use_w4_group_scaling, use_mxfp8_act_scaling, use_packed_weights,
     )  # fmt: skip
-    tokens, hidden = layer.x.shape
-    check_experts(
-        layer, activation.kind, token_selected_experts, token_final_scales, tp_size, tp_rank, ep_size, ep_rank
-    )
-    if output is None:
-        output = torch.empty((tokens, hidden), dtype=output_dtype, device=input.device)
-    elif output.shape != (tokens, hidden) or output.dtype is not output_dtype or output.device != input.device:
-        raise ValueError(
-            f"output must be {output_dtype} of shape [{tokens}, {hidden}] on {input.device}; got {output.dtype} "
-            f"{list(output.shape)} on {output.device}"
-        )
-    if tokens == 0:
+    check_experts(layer, activation, token_selected_experts, token_final_scales, tp_size, tp_rank, ep_size, ep_rank)
+    output = _output(output, layer.x.shape, output_dtype, input.device)
+    if not layer.x.shape[0]:
         return output
-    experts = layer.up.weight.shape[0]
-    scratch = Scratch(workspace_buffer, input.device)
     up = layer.up._replace(bias=fc1_expert_biases)
     down = layer.down._replace(bias=fc2_expert_biases if tp_rank == 0 else None)
+    experts, scratch = len(up.weight), Scratch(workspace_buffer, input.device)
     routed = TokenExperts(token_selected_experts, token_final_scales, ep_rank * experts)
     layer = layer._replace(up=up, down=down)
     compute_layer(output, layer, activation, experts * ep_size, routed, scratch=scratch)
+    return output
+
+
+def _output(output: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A new tensor in place of None. Raises ValueError unless the output has this shape, dtype and device."""
+    import torch
+
+    if output is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if output.shape != shape or output.dtype is not dtype or output.device != device:
+        raise ValueError(
+            f"output must be {dtype} of shape {list(shape)} on {device}; got {output.dtype} {list(output.shape)} on "
+            f"{output.device}"
+        )
     return output

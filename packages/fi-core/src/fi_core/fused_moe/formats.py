@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from fi_core.fused_moe.layer import Activation
+
 _BLOCK = 128
 
 
@@ -231,7 +233,7 @@ def layer_of(
 
 def check_experts(
     layer: Layer,
-    kind: int,
+    activation: Activation,
     ids: torch.Tensor,
     scales: torch.Tensor | None,
     tp_size: int,
@@ -241,8 +243,8 @@ def check_experts(
 ) -> None:
     """Raises ValueError unless shapes and ranks fit together."""
     (tokens, hidden), (experts, rows, _) = layer.x.shape, layer.up.weight.shape
-    width = rows // 2 if is_gated_activation(kind) else rows
-    if rows != (2 * width if is_gated_activation(kind) else width):
+    width = activation.width(rows)
+    if is_gated_activation(activation.kind) and rows % 2:
         raise ValueError(f"fc1_expert_weights must have an even number of rows; got {list(layer.up.weight.shape)}")
     if layer.up.columns_of_k != hidden:
         raise ValueError(
@@ -262,6 +264,20 @@ def check_experts(
             f"token_final_scales must have the shape of token_selected_experts, {list(ids.shape)}; got "
             f"{list(scales.shape)}"
         )
-    for name, size, rank in (("tp", tp_size, tp_rank), ("ep", ep_size, ep_rank)):
+    check_ranks(tp=(tp_size, tp_rank), ep=(ep_size, ep_rank))
+
+
+def refuse(**asked: bool) -> None:
+    """Raises NotImplementedError naming the first option that is asked for."""
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise NotImplementedError(
+                f"{name} is not supported: leave it out, kernels are chosen by the number of tokens"
+            )
+
+
+def check_ranks(**ranks: tuple[int, int]) -> None:
+    """Raises ValueError unless each is (size, rank) with a rank below the size."""
+    for name, (size, rank) in ranks.items():
         if not 0 <= rank < size:
             raise ValueError(f"{name}_rank must be in 0..{name}_size - 1 = {size - 1}; got {rank}")

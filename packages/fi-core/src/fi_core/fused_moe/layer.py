@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.fused_moe.ops import MXFP8
 from fi_core.quantization.layout import SfLayout
-from fi_core.tllm_enums import ActivationType
+from fi_core.tllm_enums import ActivationType, is_gated_activation
 
 if TYPE_CHECKING:
     import torch
@@ -129,6 +129,14 @@ class Activation(NamedTuple):
     beta_value: float = 0.0
     limit_value: float = 3.4e38
 
+    def width(self, rows: int) -> int:
+        """The outputs of a first weight with so many rows."""
+        return rows // 2 if is_gated_activation(self.kind) else rows
+
+    def options(self) -> dict[str, Any]:
+        """By the names of the arguments of the operators that activate."""
+        return {"activation" if name == "kind" else name: value for name, value in self._asdict().items()}
+
 
 class Layer(NamedTuple):
     """Tokens and weights of a layer, in one of the formats that the kernels know.
@@ -145,3 +153,8 @@ class Layer(NamedTuple):
     x_scale: torch.Tensor | None = None
     quant: torch.Tensor | None = None
     blocks: bool = False
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the operands of both products are e4m3."""
+        return self.up.mixed is None and self.up.weight.element_size() == 1

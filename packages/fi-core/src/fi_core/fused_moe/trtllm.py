@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.fused_moe.core import get_reorder_rows_for_gated_act_gemm_row_indices
-from fi_core.fused_moe.experts import compute_layer, run_experts, sort_slots
+from fi_core.fused_moe.launches import compute_layer, run_experts, sort_slots
 from fi_core.fused_moe.layer import Layer, Projection, Tables, TokenExperts
 from fi_core.fused_moe.ops import moe_finalize
 from fi_core.tllm_enums import WeightLayout, is_gated_activation
@@ -17,6 +17,18 @@ if TYPE_CHECKING:
 
     from fi_core.fused_moe.layer import Activation
     from fi_core.fused_moe.routing import Routed
+
+
+class LayerCall(NamedTuple):
+    """What every form says of a call: the experts, their width, and the result."""
+
+    num_experts: int  # of all ranks
+    intermediate_size: int
+    local_expert_offset: int
+    local_num_experts: int
+    do_finalize: bool
+    output: torch.Tensor | None
+
 
 _BLOCK_BYTES = 128  # of a row in BlockMajorK
 
@@ -48,22 +60,29 @@ def check_layout(name: str, weight: torch.Tensor, layout: int) -> None:
         )
 
 
-def check_weights(layer: Layer, kind: int, intermediate_size: int, local_num_experts: int, num_experts: int) -> None:
-    """Raises ValueError unless the weights are of this many experts and of this size."""
-    hidden = layer.x.shape[1]
-    columns = intermediate_size * (2 if is_gated_activation(kind) else 1)
+def _check(layer: Layer, kind: int, routed: Routed, call: LayerCall) -> None:
+    """Raises ValueError unless weights, slots and the output have the sizes of the call."""
+    (tokens, hidden), (ids, weights) = layer.x.shape, routed
+    columns = call.intermediate_size * (2 if is_gated_activation(kind) else 1)
     for name, p, rows, k in (
         ("gemm1_weights", layer.up, columns, hidden),
-        ("gemm2_weights", layer.down, hidden, intermediate_size),
+        ("gemm2_weights", layer.down, hidden, call.intermediate_size),
     ):
-        found = (len(p.weight), p.rows, p.columns_of_k)
-        if found != (local_num_experts, rows, k):
+        if (len(p.weight), p.rows, p.columns_of_k) != (call.local_num_experts, rows, k):
             raise ValueError(
-                f"{name} must be of {local_num_experts} experts, {rows} rows and {k} columns; got "
+                f"{name} must be of {call.local_num_experts} experts, {rows} rows and {k} columns; got "
                 f"{list(p.weight.shape)}"
             )
-    if not 1 <= local_num_experts <= num_experts:
-        raise ValueError(f"local_num_experts must be in 1..{num_experts}; got {local_num_experts}")
+    if not 1 <= call.local_num_experts <= call.num_experts:
+        raise ValueError(f"local_num_experts must be in 1..{call.num_experts}; got {call.local_num_experts}")
+    for name, x in (("topk_ids", ids), ("topk_ids[1]", weights)):
+        if x.ndim != 2 or x.shape[0] != tokens or x.shape != ids.shape or not x.shape[1]:
+            raise ValueError(f"{name} must have shape [{tokens}, top_k], top_k at least 1; got {list(x.shape)}")
+    output, device = call.output, layer.x.device
+    if output is not None and (output.shape != (tokens, hidden) or output.device != device):
+        raise ValueError(
+            f"output must have shape [{tokens}, {hidden}] on {device}; got {list(output.shape)} on {output.device}"
+        )
 
 
 def _finished_rows(rows: torch.Tensor, tables: Tables, down: Projection) -> torch.Tensor:
@@ -99,15 +118,7 @@ def _weights_of_rows(routed: Routed, tables: Tables) -> torch.Tensor:
 
 
 def run_layer(
-    layer: Layer,
-    activation: Activation,
-    routed: Routed,
-    num_experts: int,
-    local_expert_offset: int,
-    do_finalize: bool,
-    output: torch.Tensor | None,
-    *,
-    scales_input: bool = False,
+    layer: Layer, activation: Activation, routed: Routed, call: LayerCall, *, scales_input: bool = False
 ) -> torch.Tensor | list[torch.Tensor]:
     """The layer's `[tokens, hidden]`, or without do_finalize what is to be summed.
 
@@ -117,27 +128,19 @@ def run_layer(
     """
     import torch
 
-    tokens, hidden = layer.x.shape
-    ids, weights = routed
-    for name, x in (("topk_ids", ids), ("topk_ids[1]", weights)):
-        if x.ndim != 2 or x.shape[0] != tokens or x.shape != ids.shape or not x.shape[1]:
-            raise ValueError(f"{name} must have shape [{tokens}, top_k], top_k at least 1; got {list(x.shape)}")
-    if output is not None and (output.shape != (tokens, hidden) or output.device != layer.x.device):
-        raise ValueError(
-            f"output must have shape [{tokens}, {hidden}] on {layer.x.device}; got {list(output.shape)} on "
-            f"{output.device}"
-        )
+    _check(layer, activation.kind, routed, call)
+    (ids, weights), first, output = routed, call.local_expert_offset, call.output
     tables = row_scale = None
-    if scales_input or not do_finalize:
-        tables = sort_slots(ids, layer.up.weight.shape[0], local_expert_offset)
+    if scales_input or not call.do_finalize:
+        tables = sort_slots(ids, call.local_num_experts, first)
         row_scale = _weights_of_rows(routed, tables) if scales_input else None
-        if not do_finalize:
-            rows, down = run_experts(layer, tables, activation, num_experts, row_scale)
+        if not call.do_finalize:
+            rows, down = run_experts(layer, tables, activation, call.num_experts, row_scale)
             return [_finished_rows(rows, tables, down), weights.bfloat16(), tables.positions.view(-1)]
     if output is None:
-        output = torch.empty((tokens, hidden), dtype=layer.dtype, device=layer.x.device)
-    to_sum = TokenExperts(ids, None if scales_input else weights, local_expert_offset)
-    compute_layer(output, layer, activation, num_experts, to_sum, tables, row_scale)
+        output = torch.empty(layer.x.shape, dtype=layer.dtype, device=layer.x.device)
+    to_sum = TokenExperts(ids, None if scales_input else weights, first)
+    compute_layer(output, layer, activation, call.num_experts, to_sum, tables, row_scale)
     return output
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fi_core.fused_moe.activations import activation_of
 from fi_core.fused_moe.layer import Layer, Projection
 from fi_core.fused_moe.routing import Routed, route, unpacked
-from fi_core.fused_moe.trtllm import check_weights, prepared, run_layer
+from fi_core.fused_moe.trtllm import LayerCall, prepared, run_layer
 from fi_core.observe.log import fi_api
 from fi_core.tllm_enums import ActivationType, WeightLayout, is_gated_activation
 
@@ -19,22 +19,17 @@ _TILE = 128  # rows of the epilogue tile that shuffled weights are for
 
 def _run(
     routed: Routed,
-    hidden_states: torch.Tensor,
+    x: torch.Tensor,
     gemm1_weights: torch.Tensor,
     gemm2_weights: torch.Tensor,
-    num_experts: int,
-    intermediate_size: int,
-    local_expert_offset: int,
-    local_num_experts: int,
+    call: LayerCall,
     shuffled: bool,
     weight_layout: int,
-    do_finalize: bool,
     activation_type: int,
-    output: torch.Tensor | None,
 ) -> torch.Tensor | list[torch.Tensor]:
     import torch
 
-    x, activation = hidden_states, activation_of(activation_type)
+    activation = activation_of(activation_type)
     for name, t in (("hidden_states", x), ("gemm1_weights", gemm1_weights), ("gemm2_weights", gemm2_weights)):
         if t.dtype not in (torch.bfloat16, torch.float16) or t.dtype is not x.dtype:
             raise TypeError(f"{name} must be bfloat16, or all three float16; got {t.dtype}")
@@ -43,9 +38,7 @@ def _run(
     gated = is_gated_activation(activation.kind)
     up = prepared(Projection(gemm1_weights), "gemm1_weights", weight_layout, _TILE, gated, shuffled, None)
     down = prepared(Projection(gemm2_weights), "gemm2_weights", weight_layout, _TILE, False, shuffled, None)
-    layer = Layer(x, up, down, x.dtype)
-    check_weights(layer, activation.kind, intermediate_size, local_num_experts, num_experts)
-    return run_layer(layer, activation, routed, num_experts, local_expert_offset, do_finalize, output)
+    return run_layer(Layer(x, up, down, x.dtype), activation, routed, call)
 
 
 @fi_api
@@ -113,10 +106,10 @@ def trtllm_bf16_moe(
         routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
         routing_method_type, norm_topk_prob, routing_replay_out, in_bf16=not do_finalize,
     )  # fmt: skip
+    call = LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output)
     return _run(
-        routed, hidden_states, gemm1_weights, gemm2_weights, num_experts, intermediate_size, local_expert_offset,
-        local_num_experts, use_shuffled_weight, weight_layout, do_finalize, activation_type, output,
-    )  # fmt: skip
+        routed, hidden_states, gemm1_weights, gemm2_weights, call, use_shuffled_weight, weight_layout, activation_type
+    )
 
 
 @fi_api
@@ -161,8 +154,8 @@ def trtllm_bf16_routed_moe(
     """
     if gemm1_lora_delta is not None:
         raise NotImplementedError("gemm1_lora_delta is not supported: merge the adapter into gemm1_weights")
+    call = LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output)
+    routed = unpacked(topk_ids)
     return _run(
-        unpacked(topk_ids), hidden_states, gemm1_weights, gemm2_weights, num_experts, intermediate_size,
-        local_expert_offset, local_num_experts, use_shuffled_weight, weight_layout, do_finalize, activation_type,
-        output,
-    )  # fmt: skip
+        routed, hidden_states, gemm1_weights, gemm2_weights, call, use_shuffled_weight, weight_layout, activation_type
+    )

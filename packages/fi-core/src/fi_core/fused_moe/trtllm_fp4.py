@@ -9,7 +9,7 @@ from fi_core.fused_moe.formats import widened
 from fi_core.fused_moe.layer import Layer, Mixed, Projection
 from fi_core.fused_moe.ops import MXFP4, NVFP4
 from fi_core.fused_moe.routing import Routed, route, unpacked
-from fi_core.fused_moe.trtllm import check_weights, prepared, run_layer
+from fi_core.fused_moe.trtllm import LayerCall, prepared, run_layer
 from fi_core.gemm import block_scaled
 from fi_core.observe.log import fi_api
 from fi_core.quantization.layout import SfLayout
@@ -61,13 +61,8 @@ def _run(
     down: Projection,
     activation: Activation,
     factors: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    num_experts: int,
-    intermediate_size: int,
-    local_expert_offset: int,
-    local_num_experts: int,
-    do_finalize: bool,
     per_token_scale: torch.Tensor | None,
-    output: torch.Tensor | None,
+    call: LayerCall,
 ) -> list[torch.Tensor]:
     """Activated values stay 16-bit floats, so the scale with which they were quantised goes into the last factor."""
     import torch
@@ -90,9 +85,7 @@ def _run(
         weight, scale = (t.contiguous().view(torch.uint8) for t in (p.weight, p.scale))
         own = p._replace(weight=weight, scale=scale, mixed=mixed)
         found.append(prepared(own, name, WeightLayout.MajorK, _TILE, reorders, True, p.bias))
-    layer = Layer(x, found[0], found[1], x.dtype)
-    check_weights(layer, activation.kind, intermediate_size, local_num_experts, num_experts)
-    out = run_layer(layer, activation, routed, num_experts, local_expert_offset, do_finalize, output)
+    out = run_layer(Layer(x, found[0], found[1], x.dtype), activation, routed, call)
     return out if isinstance(out, list) else [out]
 
 
@@ -179,12 +172,11 @@ def trtllm_fp4_block_scale_moe(
         routing_method_type, norm_topk_prob, routing_replay_out, in_bf16=not do_finalize,
     )  # fmt: skip
     return _run(
-        routed,
-        hidden_states, hidden_states_scale, Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
+        routed, hidden_states, hidden_states_scale, Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
         Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias),
         activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
-        (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar), num_experts, intermediate_size,
-        local_expert_offset, local_num_experts, do_finalize, per_token_scale, output,
+        (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar), per_token_scale,
+        LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output),
     )  # fmt: skip
 
 
@@ -242,10 +234,10 @@ def trtllm_fp4_block_scale_routed_moe(
     if gemm1_lora_delta is not None:
         raise NotImplementedError("gemm1_lora_delta is not supported: merge the adapter into gemm1_weights")
     return _run(
-        unpacked(topk_ids),
-        hidden_states, hidden_states_scale, Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
+        unpacked(topk_ids), hidden_states, hidden_states_scale,
+        Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
         Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias),
         activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
-        (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar), num_experts, intermediate_size,
-        local_expert_offset, local_num_experts, do_finalize, per_token_scale, output,
+        (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar), per_token_scale,
+        LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from fi_core.fused_moe.formats import fp8_blocks, widened
 from fi_core.fused_moe.layer import Layer, Mixed, Projection
 from fi_core.fused_moe.ops import MXFP8
 from fi_core.fused_moe.routing import Routed, route, unpacked
-from fi_core.fused_moe.trtllm import check_weights, prepared, run_layer
+from fi_core.fused_moe.trtllm import LayerCall, prepared, run_layer
 from fi_core.gemm import block_scaled
 from fi_core.observe.log import fi_api
 from fi_core.quantization.layout import layout_of
@@ -83,16 +83,10 @@ def _run_blocks(
     up: Projection,
     down: Projection,
     activation: Activation,
-    num_experts: int,
-    intermediate_size: int,
-    local_expert_offset: int,
-    local_num_experts: int,
     shuffled: bool,
     weight_layout: int,
-    do_finalize: bool,
     fp8_quantization_type: int | None,
-    shared: int,
-    output: torch.Tensor | None,
+    call: LayerCall,
 ) -> torch.Tensor | list[torch.Tensor]:
     if x.ndim != 2:
         raise ValueError(f"hidden_states must have shape [tokens, hidden]; got {list(x.shape)}")
@@ -106,8 +100,7 @@ def _run_blocks(
         layer = _block_layer(x, x_scale, up, down, shuffled, weight_layout)
     else:
         raise ValueError(f"fp8_quantization_type must be DeepSeekFp8 or MxFp8; got {kind!r}")
-    check_weights(layer, activation.kind, intermediate_size, local_num_experts + shared, num_experts + shared)
-    return run_layer(layer, activation, routed, num_experts, local_expert_offset, do_finalize, output)
+    return run_layer(layer, activation, routed, call)
 
 
 def _shared(count: int | None, num_experts: int, local_num_experts: int) -> int:
@@ -220,9 +213,10 @@ def trtllm_fp8_block_scale_moe(
     return _run_blocks(
         routed, hidden_states, hidden_states_scale, Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
         Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias),
-        activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit), num_experts, intermediate_size,
-        local_expert_offset, local_num_experts, use_shuffled_weight, weight_layout, do_finalize, fp8_quantization_type,
-        shared, output,
+        activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit), use_shuffled_weight, weight_layout,
+        fp8_quantization_type,
+        LayerCall(num_experts + shared, intermediate_size, local_expert_offset, local_num_experts + shared, do_finalize,
+                  output),
     )  # fmt: skip
 
 
@@ -276,37 +270,34 @@ def trtllm_fp8_block_scale_routed_moe(
         ValueError: A shape, layout, device or number does not fit; the text names the argument.
         TypeError: A dtype does not fit.
     """
+    shared = _shared(num_fused_shared_experts, num_experts, local_num_experts)
     return _run_blocks(
         unpacked(topk_ids), hidden_states, hidden_states_scale,
         Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
         Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias),
-        activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit), num_experts, intermediate_size,
-        local_expert_offset, local_num_experts, use_shuffled_weight, weight_layout, do_finalize, fp8_quantization_type,
-        _shared(num_fused_shared_experts, num_experts, local_num_experts), output,
+        activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit), use_shuffled_weight, weight_layout,
+        fp8_quantization_type,
+        LayerCall(num_experts + shared, intermediate_size, local_expert_offset, local_num_experts + shared, do_finalize,
+                  output),
     )  # fmt: skip
 
 
 def _run_tensors(
     routed: Routed,
-    hidden_states: torch.Tensor,
+    x: torch.Tensor,
     gemm1_weights: torch.Tensor,
     output1_scales_scalar: torch.Tensor,
     output1_scales_gate_scalar: torch.Tensor,
     gemm2_weights: torch.Tensor,
     output2_scales_scalar: torch.Tensor,
-    num_experts: int,
-    intermediate_size: int,
-    local_expert_offset: int,
-    local_num_experts: int,
     scales_input: bool,
-    do_finalize: bool,
     activation_type: int,
-    output: torch.Tensor | None,
+    call: LayerCall,
 ) -> torch.Tensor | list[torch.Tensor]:
     """The scale of the linear projection includes that of the quantisation between the projections."""
     import torch
 
-    x, activation = hidden_states, activation_of(activation_type)
+    activation, experts = activation_of(activation_type), call.local_num_experts
     if x.ndim != 2:
         raise ValueError(f"hidden_states must have shape [tokens, hidden]; got {list(x.shape)}")
     _are_e4m3(hidden_states=x, gemm1_weights=gemm1_weights, gemm2_weights=gemm2_weights)
@@ -316,8 +307,8 @@ def _run_tensors(
         "output2_scales_scalar": output2_scales_scalar,
     }
     for name, scale in scales.items():
-        if tuple(scale.shape) != (local_num_experts,) or scale.dtype is not torch.float32:
-            raise ValueError(f"{name} must be float32 [{local_num_experts}]; got {scale.dtype} {list(scale.shape)}")
+        if tuple(scale.shape) != (experts,) or scale.dtype is not torch.float32:
+            raise ValueError(f"{name} must be float32 [{experts}]; got {scale.dtype} {list(scale.shape)}")
     gated = is_gated_activation(activation.kind)
     found = []
     for name, weight, scale, alternates in (
@@ -330,9 +321,7 @@ def _run_tensors(
         found.append(prepared(Projection(weight, of_rows), name, WeightLayout.MajorK, _TILE, alternates, True, None))
     quant = output1_scales_scalar / output1_scales_gate_scalar
     layer = Layer(x, found[0], found[1], torch.bfloat16, quant=quant)
-    check_weights(layer, activation.kind, intermediate_size, local_num_experts, num_experts)
-    return run_layer(layer, activation, routed, num_experts, local_expert_offset, do_finalize, output,
-                     scales_input=scales_input)  # fmt: skip
+    return run_layer(layer, activation, routed, call, scales_input=scales_input)
 
 
 @fi_api
@@ -407,8 +396,8 @@ def trtllm_fp8_per_tensor_scale_moe(
     )  # fmt: skip
     return _run_tensors(
         routed, hidden_states, gemm1_weights, output1_scales_scalar, output1_scales_gate_scalar, gemm2_weights,
-        output2_scales_scalar, num_experts, intermediate_size, local_expert_offset, local_num_experts,
-        use_routing_scales_on_input, do_finalize, activation_type, output,
+        output2_scales_scalar, use_routing_scales_on_input, activation_type,
+        LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output),
     )  # fmt: skip
 
 
@@ -454,6 +443,6 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
     """
     return _run_tensors(
         unpacked(topk_ids), hidden_states, gemm1_weights, output1_scales_scalar, output1_scales_gate_scalar,
-        gemm2_weights, output2_scales_scalar, num_experts, intermediate_size, local_expert_offset, local_num_experts,
-        use_routing_scales_on_input, do_finalize, activation_type, output,
+        gemm2_weights, output2_scales_scalar, use_routing_scales_on_input, activation_type,
+        LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output),
     )  # fmt: skip

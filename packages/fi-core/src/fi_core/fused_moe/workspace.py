@@ -6,8 +6,9 @@ from operator import index
 from typing import TYPE_CHECKING
 
 from fi_core.fused_moe.activations import kind_of
-from fi_core.fused_moe.decode import COUNTERS
+from fi_core.fused_moe.formats import check_ranks, refuse
 from fi_core.fused_moe.layer import ALIGNMENT, aligned
+from fi_core.fused_moe.moe_experts import COUNTERS
 from fi_core.observe.log import fi_api
 from fi_core.tllm_enums import ActivationType, is_gated_activation
 
@@ -79,9 +80,7 @@ def cutlass_fused_moe_workspace_size(
     for name, dtype in (("x_dtype", x_dtype), ("weight_dtype", weight_dtype), ("output_dtype", output_dtype)):
         if not isinstance(dtype, torch.dtype) and (dtype is not None or name != "output_dtype"):
             raise TypeError(f"{name} must be a torch.dtype; got {dtype!r}")
-    for name, asked in (("min_latency_mode", min_latency_mode), ("use_wfp4afp8_humming", use_wfp4afp8_humming)):
-        if asked:
-            raise NotImplementedError(f"{name} is not supported: leave it out")
+    refuse(min_latency_mode=min_latency_mode, use_wfp4afp8_humming=use_wfp4afp8_humming)
     for name, value in (
         ("max_num_tokens", max_num_tokens), ("hidden_size", hidden_size), ("intermediate_size", intermediate_size),
         ("num_experts_total", num_experts_total), ("top_k", top_k), ("tp_size", tp_size), ("ep_size", ep_size),
@@ -89,9 +88,7 @@ def cutlass_fused_moe_workspace_size(
         least = 0 if name == "max_num_tokens" else 1
         if index(value) < least:
             raise ValueError(f"{name} must be at least {least}; got {value}")
-    for name, size, rank in (("tp", tp_size, tp_rank), ("ep", ep_size, ep_rank)):
-        if not 0 <= rank < size:
-            raise ValueError(f"{name}_rank must be in 0..{name}_size - 1 = {size - 1}; got {rank}")
+    check_ranks(tp=(tp_size, tp_rank), ep=(ep_size, ep_rank))
     if num_experts_total % ep_size:
         raise ValueError(f"num_experts_total must be a multiple of ep_size {ep_size}; got {num_experts_total}")
     slots, width = max_num_tokens * top_k, intermediate_size

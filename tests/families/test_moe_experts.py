@@ -9,9 +9,9 @@ import torch
 
 from families.harness import rand
 from families.moe_reference import block_quantized, error, experts
-from fi_core.fused_moe.decode import moe_experts
-from fi_core.fused_moe.experts import sort_slots, sum_experts
+from fi_core.fused_moe.launches import sort_slots, sum_experts
 from fi_core.fused_moe.layer import Projection
+from fi_core.fused_moe.moe_experts import moe_experts
 from fi_core.fused_moe.trtllm import places_of_rows
 from fi_core.tllm_enums import ActivationType as Act
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from fi_core.fused_moe import few_tokens
+from fi_core.fused_moe import moe_few_tokens
 from fi_core.fused_moe.ops import MXFP4
 from fi_core.quantization.layout import SfLayout
 from fi_core.runtime.launch.operator import composition
@@ -78,24 +78,24 @@ _STREAMED: tuple[Constraint | Rule, ...] = (
 _FEW: tuple[Constraint | Rule, ...] = (
     *exactly(90),
     Constraint("weights", "in", tuple(_MOST_FEW)),
-    Constraint("activation", "in", few_tokens.ACTIVATIONS),
+    Constraint("activation", "in", moe_few_tokens.ACTIVATIONS),
     Constraint("slots_in_order", "==", True),
     Constraint("rows_in_order", "==", True),
     Constraint("row_scale", "==", False),
     _ALIGNED,
     _MULTIPLES,
     Constraint("experts", "<=", _MOST_EXPERTS),
-    Constraint("tokens", "<=", few_tokens.MOST_TOKENS),
-    Constraint("slots", "<=", few_tokens.MOST_SLOTS),
+    Constraint("tokens", "<=", moe_few_tokens.MOST_TOKENS),
+    Constraint("slots", "<=", moe_few_tokens.MOST_SLOTS),
     Rule(
         ("tokens", "slots"),
-        f"at most {few_tokens.MOST_TOP_K} experts of a token",
-        lambda tokens, slots: slots <= tokens * few_tokens.MOST_TOP_K,
+        f"at most {moe_few_tokens.MOST_TOP_K} experts of a token",
+        lambda tokens, slots: slots <= tokens * moe_few_tokens.MOST_TOP_K,
     ),
     Rule(
         ("tokens", "slots", "sizes", "weights"),
         "rows of tokens and activated rows that fit shared memory",
-        lambda tokens, slots, sizes, weights: few_tokens.fits_shared_memory(
+        lambda tokens, slots, sizes, weights: moe_few_tokens.fits_shared_memory(
             tokens, slots, sizes[1], sizes[3], weights == "e4m3 blocks"
         ),
     ),
@@ -236,23 +236,22 @@ def compose_layer(
         and up.shuffle_tile == down.shuffle_tile
         and (down.columns is None or down.bias is None)
     )
-    return composition(
-        MOE_LAYER,
-        x.device,
-        x.dtype,
-        layer.dtype,
-        _format(layer),
-        ActivationType(activation.kind).name,
-        None if up.bias is None else up.bias.dtype,
-        known_order,
-        up.columns is None and up.weight.ndim == 3,
-        scales_rows,
-        16 if all(map(_is_aligned, (x, up.weight, down.weight))) else 1,
-        (up.rows, up.weight.shape[-1], down.rows, down.weight.shape[-1]),
-        experts,
-        mean,
-        experts + slots // tile_tokens(x.shape[0], mean),
-        x.shape[0],
-        slots,
-        slots_in_order,
-    )
+    request = {
+        "x": x.dtype,
+        "dtype": layer.dtype,
+        "weights": _format(layer),
+        "activation": ActivationType(activation.kind).name,
+        "bias": None if up.bias is None else up.bias.dtype,
+        "known_order": known_order,
+        "rows_in_order": up.columns is None and up.weight.ndim == 3,
+        "row_scale": scales_rows,
+        "alignment": 16 if all(map(_is_aligned, (x, up.weight, down.weight))) else 1,
+        "sizes": (up.rows, up.weight.shape[-1], down.rows, down.weight.shape[-1]),
+        "experts": experts,
+        "mean_rows": mean,
+        "passes": experts + slots // tile_tokens(x.shape[0], mean),
+        "tokens": x.shape[0],
+        "slots": slots,
+        "slots_in_order": slots_in_order,
+    }
+    return composition(MOE_LAYER, x.device, *(request[name] for name in MOE_LAYER.fields))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from fi_core.fused_moe.composition import MOST_PASSES, STREAMED_ACTIVATIONS, TILE_TOKENS
+from fi_core.fused_moe.moe_layer import MOST_PASSES, STREAMED_ACTIVATIONS, TILE_TOKENS
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, Rule, exactly
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
-from fi_core.tllm_enums import ActivationType, is_gated_activation
+from fi_core.tllm_enums import ActivationType
 
 if TYPE_CHECKING:
     import torch
@@ -138,14 +138,10 @@ def stream_experts(
     tokens: of a tile. sum and routed: what `sums_slots` allows; the weighted sums of the experts are written to sum.
     """
     x, up, down = layer.x, layer.up, layer.down
-    width = up.rows // 2 if is_gated_activation(activation.kind) else up.rows
     slots = tables.rows.shape[0]
-    out, activated = (scratch.new((slots, n), x.dtype) for n in (x.shape[1], width))
-    a = activation
+    out, activated = (scratch.new((slots, n), x.dtype) for n in (x.shape[1], activation.width(up.rows)))
+    sums = {"sum": sum, "down_bias": down.bias, **routed._asdict()} if routed else {}
     moe_experts(out, activated, x, up.weight, down.weight, offsets=tables.offsets, rows=tables.rows,
-                progress=tables.counters, up_scale=up.scale, down_scale=down.scale, bias=up.bias, alpha=a.alpha,
-                beta=a.beta, limit=a.limit, activation=a.kind, alpha_value=a.alpha_value, beta_value=a.beta_value,
-                limit_value=a.limit_value, expected_tokens=tokens, sum=sum, ids=routed and routed.ids,
-                weights=routed and routed.weights, down_bias=down.bias if routed else None,
-                first_expert=routed.first_expert if routed else 0, shuffle_tile=up.shuffle_tile)  # fmt: skip
+                progress=tables.counters, up_scale=up.scale, down_scale=down.scale, bias=up.bias,
+                expected_tokens=tokens, shuffle_tile=up.shuffle_tile, **activation.options(), **sums)  # fmt: skip
     return out

@@ -99,10 +99,8 @@ def compute_few_tokens(
 
     expected_slots: of the experts of this rank.
     """
-    up, down, a = layer.up, layer.down, activation
+    up, down = layer.up, layer.down
     activated = scratch.new((routed.ids.numel(), down.weight.shape[2]), layer.x.dtype)
-    moe_few_tokens(out, activated, layer.x, up.weight, down.weight, ids=routed.ids, weights=routed.weights,
-                   up_scale=up.scale, down_scale=down.scale, bias=up.bias, down_bias=down.bias, alpha=a.alpha,
-                   beta=a.beta, limit=a.limit, activation=a.kind, alpha_value=a.alpha_value, beta_value=a.beta_value,
-                   limit_value=a.limit_value, first_expert=routed.first_expert,
-                   expected_slots=expected_slots)  # fmt: skip
+    moe_few_tokens(out, activated, layer.x, up.weight, down.weight, up_scale=up.scale, down_scale=down.scale,
+                   bias=up.bias, down_bias=down.bias, expected_slots=expected_slots, **activation.options(),
+                   **routed._asdict())  # fmt: skip

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from fi_core.fused_moe.composition import compose_layer, expected_rows, tile_tokens
-from fi_core.fused_moe.decode import stream_experts, sums_slots
-from fi_core.fused_moe.few_tokens import compute_few_tokens, takes_slots
 from fi_core.fused_moe.layer import Scratch, Tables
+from fi_core.fused_moe.moe_experts import stream_experts, sums_slots
+from fi_core.fused_moe.moe_few_tokens import compute_few_tokens, takes_slots
+from fi_core.fused_moe.moe_layer import compose_layer, expected_rows, tile_tokens
 from fi_core.fused_moe.ops import (
     moe_activation,
     moe_finalize,
@@ -18,7 +18,6 @@ from fi_core.fused_moe.ops import (
 )
 from fi_core.fused_moe.workspace import table_words
 from fi_core.gemm.ops import gemm
-from fi_core.tllm_enums import is_gated_activation
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +38,44 @@ def sort_slots(ids: torch.Tensor, experts: int, first_expert: int, scratch: Scra
     tables = Tables(offsets, rows, positions.view(tokens, top_k), active, counters)
     moe_sort(offsets, rows, tables.positions, active, ids, zeros=counters, first_expert=first_expert)
     return tables
+
+
+class Rows(NamedTuple):
+    """Values `[slots, k]`, and the scales of e4m3 ones: of blocks of them, or of rows."""
+
+    values: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
+class _Grouped(NamedTuple):
+    """The products of all experts with the sorted rows."""
+
+    layer: Layer
+    tables: Tables
+    scratch: Scratch
+    expected: int  # rows of an expert
+
+    def rows(self, width: int) -> Rows:
+        """Memory for operands of a product."""
+        import torch
+
+        layer, slots = self.layer, self.tables.rows.shape[0]
+        values = self.scratch.new((slots, width), torch.float8_e4m3fn if layer.quantizes else layer.dtype)
+        return Rows(values, self.scratch.new((slots, width // _BLOCK), torch.float32) if layer.blocks else None)
+
+    def product(self, p: Projection, x: Rows, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """`[slots, n]`. rows: the tokens of the sorted rows, where x has a row for each token."""
+        out = self.scratch.new((self.tables.rows.shape[0], p.rows), self.layer.dtype)
+        offsets, expected = self.tables.offsets, self.expected
+        if p.mixed is None:
+            gemm(out, x.values, p.weight, x.scale, p.scale, m_indptr=offsets, expected_m=expected, b_constant=True)
+            return out
+        assert p.scale is not None
+        factor = p.mixed.input_scale
+        moe_mixed_gemm(out, x.values if factor is None else x.values * factor, p.weight, p.scale, offsets, rows=rows,
+                       alpha=p.mixed.alpha, format=p.mixed.format, layout=p.mixed.layout,
+                       expected_m=expected)  # fmt: skip
+        return out
 
 
 def run_experts(
@@ -63,8 +100,6 @@ def run_experts(
         `[slots, hidden]`, whose rows of no expert are not written; the projection whose bias and order of columns
         remain for the sum.
     """
-    import torch
-
     scratch = scratch or Scratch(None, layer.x.device)
     slots = tables.rows.shape[0]
     chosen = chosen or compose_layer(layer, slots, activation, all_experts, row_scale is not None, False)
@@ -72,51 +107,23 @@ def run_experts(
     if chosen == "moe_experts":
         rows = stream_experts(layer, tables, activation, tile_tokens(layer.x.shape[0], mean), scratch)
         return rows, layer.down._replace(columns=None)
-    x, up, down = layer.x, layer.up.by_rows(), layer.down.by_rows()
-    columns, hidden = up.rows, x.shape[1]
-    width = columns // 2 if is_gated_activation(activation.kind) else columns
-    quantized = up.mixed is None and up.weight.dtype is torch.float8_e4m3fn
-    narrow = torch.float8_e4m3fn if quantized else layer.dtype
-    expected, a = expected_rows(mean, quantized), activation
-
-    def new(width: int, dtype: torch.dtype) -> torch.Tensor:
-        return scratch.new((slots, width), dtype)
-
-    def project(
-        p: Projection, of: torch.Tensor, scales: torch.Tensor | None, rows: torch.Tensor | None
-    ) -> torch.Tensor:
-        out = new(p.rows, layer.dtype)
-        if p.mixed is None:
-            gemm(out, of, p.weight, scales, p.scale, m_indptr=tables.offsets, expected_m=expected, b_constant=True)
-            return out
-        assert p.scale is not None
-        if p.mixed.input_scale is not None:
-            of = of * p.mixed.input_scale
-        moe_mixed_gemm(out, of, p.weight, p.scale, tables.offsets, rows=rows, alpha=p.mixed.alpha,
-                       format=p.mixed.format, layout=p.mixed.layout, expected_m=expected)  # fmt: skip
-        return out
-
-    scales = new(hidden // _BLOCK, torch.float32) if layer.blocks else None
+    layer = layer._replace(up=layer.up.by_rows(), down=layer.down.by_rows())
+    grouped = _Grouped(layer, tables, scratch, expected_rows(mean, layer.quantizes))
+    up, a, out = layer.up, activation, grouped.rows(activation.width(layer.up.rows))
     if up.mixed is None:
-        gathered = new(hidden, narrow)
-        moe_gather(gathered, scales, x, layer.x_scale, tables.positions)
+        gathered = grouped.rows(layer.x.shape[1])
+        moe_gather(gathered.values, gathered.scale, layer.x, layer.x_scale, tables.positions)
         if chosen == "moe_gated_gemm":
-            activated = new(width, narrow)
-            activated_scales = new(width // _BLOCK, torch.float32) if layer.blocks else None
-            moe_gated_gemm(activated, activated_scales, gathered, scales, up.weight, weight_scale=up.scale,
-                           offsets=tables.offsets, bias=up.bias, alpha=a.alpha, beta=a.beta, limit=a.limit,
-                           activation=a.kind, alpha_value=a.alpha_value, beta_value=a.beta_value,
-                           limit_value=a.limit_value, expected_m=expected)  # fmt: skip
-            return project(down, activated, activated_scales, None), down
-        projected = project(up, gathered, row_scale if scales is None else scales, None)
+            moe_gated_gemm(out.values, out.scale, gathered.values, gathered.scale, up.weight, weight_scale=up.scale,
+                           offsets=tables.offsets, bias=up.bias, expected_m=grouped.expected,
+                           **a.options())  # fmt: skip
+            return grouped.product(layer.down, out), layer.down
+        projected = grouped.product(up, gathered if layer.blocks else Rows(gathered.values, row_scale))
     else:
-        projected = project(up, x, None, tables.rows)
-    activated = new(width, narrow)
-    scales = new(width // _BLOCK, torch.float32) if layer.blocks else None
-    moe_activation(activated, scales, projected, tables.offsets, bias=up.bias, alpha=a.alpha, beta=a.beta,
-                   limit=a.limit, quant=layer.quant, columns=up.columns, activation=a.kind, alpha_value=a.alpha_value,
-                   beta_value=a.beta_value, limit_value=a.limit_value)  # fmt: skip
-    return project(down, activated, scales, None), down
+        projected = grouped.product(up, Rows(layer.x), tables.rows)
+    moe_activation(out.values, out.scale, projected, tables.offsets, bias=up.bias, quant=layer.quant,
+                   columns=up.columns, **a.options())  # fmt: skip
+    return grouped.product(layer.down, out), layer.down
 
 
 def compute_layer(

@@ -22,6 +22,7 @@ from fi_core.fused_moe.activations import activation_of
 from fi_core.fused_moe.launches import sort_slots
 from fi_core.fused_moe.ops import moe_gated_gemm, moe_route, moe_sort
 from fi_core.quantization import block_scale_interleave
+from fi_core.runtime.launch.plan import AtOnce
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 # Relative error against fp64: rounding of activations to 16 bits twice, or to e4m3 twice.
@@ -110,7 +111,7 @@ def test_sorting(tokens: int, num_experts: int, k: int, dtype: torch.dtype, devi
         torch.randint(-2, num_experts + 3, (tokens, k), generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
     )
     first, local = num_experts // 4, num_experts // 2
-    tables = sort_slots(ids, local, first)
+    tables = sort_slots(AtOnce(ids.device), ids, local, first)
     own = ids.flatten().long() - first
     valid = (own >= 0) & (own < local)
     count = int(valid.sum())

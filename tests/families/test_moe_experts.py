@@ -13,6 +13,7 @@ from fi_core.fused_moe.launches import sort_slots, sum_experts
 from fi_core.fused_moe.layer import Projection
 from fi_core.fused_moe.moe_experts import moe_experts
 from fi_core.fused_moe.trtllm import places_of_rows
+from fi_core.runtime.launch.plan import AtOnce
 from fi_core.tllm_enums import ActivationType as Act
 
 BF16 = torch.bfloat16
@@ -22,13 +23,13 @@ def run(
     x: torch.Tensor, ids: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, first: int = 0, **options: Any
 ) -> torch.Tensor:
     """The sum of the experts with equal weights."""
-    tables = sort_slots(ids, len(w1), first)
+    tables = sort_slots(AtOnce(ids.device), ids, len(w1), first)
     out = torch.full((ids.numel(), x.shape[1]), float("nan"), dtype=x.dtype, device=x.device)
     width = Projection(w2).columns_of_k * (2 if w2.dtype is torch.uint8 else 1)
     activated = torch.full((ids.numel(), width), float("nan"), dtype=x.dtype, device=x.device)
     moe_experts(out, activated, x, w1, w2, tables.offsets, tables.rows, tables.counters, **options)
     total = torch.empty_like(x)
-    sum_experts(total, out, tables, torch.ones(ids.shape, device=x.device), Projection(w2))
+    sum_experts(AtOnce(x.device), total, out, tables, torch.ones(ids.shape, device=x.device), Projection(w2))
     return total
 
 
@@ -101,7 +102,7 @@ def test_layouts_of_weights(
         line = 128 // own[0].element_size()
         own = tuple(w.unflatten(2, (-1, line)).transpose(1, 2).contiguous() for w in own)
     assert torch.equal(run(x, ids, *own, bias=bias, shuffle_tile=tile, **options), want)
-    tables = sort_slots(ids, e, 0)
+    tables = sort_slots(AtOnce(ids.device), ids, e, 0)
     rows = torch.empty(tokens * k, h, dtype=BF16, device=device), torch.empty(tokens * k, i, dtype=BF16, device=device)
     summed = torch.full_like(x, float("nan"))
     if few:
@@ -173,7 +174,7 @@ def test_sums_of_few_slots(tokens: int, k: int, weight: str, device: str) -> Non
         options = {"up_scale": s1, "down_scale": s2}
     else:
         d1, d2 = w1, w2
-    tables = sort_slots(ids, e, first)
+    tables = sort_slots(AtOnce(ids.device), ids, e, first)
     out, activated = (torch.full((ids.numel(), n), float("nan"), dtype=BF16, device=device) for n in (h, i))
     total = torch.full_like(x, float("nan"))
     moe_experts(out, activated, x, w1, w2, tables.offsets, tables.rows, tables.counters, sum=total,
@@ -181,7 +182,7 @@ def test_sums_of_few_slots(tokens: int, k: int, weight: str, device: str) -> Non
     want = experts(x, ids, scales, d1, d2, first=first, b2=bias)
     assert error(total, want) < (6e-2 if weight == "fp8" else 8e-3)
     apart = torch.empty_like(x)
-    sum_experts(apart, out, tables, scales, Projection(w2, bias=bias))
+    sum_experts(AtOnce(x.device), apart, out, tables, scales, Projection(w2, bias=bias))
     assert torch.equal(total, apart)
 
 
@@ -189,7 +190,7 @@ def test_sums_without_local_experts_are_zeros(device: str) -> None:
     e, h, i = 4, 128, 128
     x, (w1, w2) = rand(3, h, dtype=BF16, device=device), weights(e, h, i, device)
     ids = torch.tensor([[0, 1], [2, 3], [1, 0]], dtype=torch.int32, device=device)
-    tables = sort_slots(ids, e, 8)
+    tables = sort_slots(AtOnce(ids.device), ids, e, 8)
     out, activated = (torch.empty((6, n), dtype=BF16, device=device) for n in (h, i))
     total = torch.full_like(x, float("nan"))
     moe_experts(out, activated, x, w1, w2, tables.offsets, tables.rows, tables.counters, sum=total, ids=ids,
@@ -201,7 +202,7 @@ def test_many_slots_are_not_summed() -> None:
     e, h, i = 4, 128, 128
     x, (w1, w2) = rand(33, h, dtype=BF16, device="cpu"), weights(e, h, i, "cpu")
     ids = torch.zeros((33, 2), dtype=torch.int32)
-    tables = sort_slots(ids, e, 0)
+    tables = sort_slots(AtOnce(ids.device), ids, e, 0)
     out, activated = (torch.empty((66, n), dtype=BF16) for n in (h, i))
     with pytest.raises(ValueError, match="ids must have at most 64 elements"):
         moe_experts(out, activated, x, w1, w2, tables.offsets, tables.rows, tables.counters, sum=torch.empty_like(x),
@@ -229,7 +230,7 @@ def test_graph_replay_with_changing_routing() -> None:
 
     def both() -> tuple[torch.Tensor, torch.Tensor]:
         """By way of sorted rows, and summed in the launch."""
-        tables = sort_slots(ids, e, 0)
+        tables = sort_slots(AtOnce(ids.device), ids, e, 0)
         rows, activated = (torch.empty((ids.numel(), n), dtype=BF16, device="cuda") for n in (h, i))
         total = torch.empty_like(x)
         moe_experts(rows, activated, x, w1, w2, tables.offsets, tables.rows, tables.counters, sum=total, ids=ids)

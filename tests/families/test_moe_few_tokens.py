@@ -135,7 +135,7 @@ def test_public_forms(tokens: int, dtype: torch.dtype | None, device: str) -> No
         tokens, h, i, e, k, x_dtype=x.dtype, weight_dtype=w.up.dtype, use_deepseek_fp8_block_scale=fp8
     )
     workspace = torch.full((size,), 255, dtype=torch.uint8, device=device)
-    for _ in range(3):  # the first call records, later ones are the chain
+    for _ in range(3):  # the first call makes the plan of the later ones
         out = cutlass_fused_moe(
             x, ids, weights, w.up, w.down, x.dtype, list(w.scales.values()), use_deepseek_fp8_block_scale=fp8,
             workspace_buffer=workspace,

@@ -55,7 +55,7 @@ def test_what_it_needs_and_exports(artifact: Artifact) -> None:
         *(["last_launches", "rehearse"] if artifact.kind == "cuda" else []),
     ]
     named = {name.removeprefix("__tvm_ffi_") for name in symbols if not name.startswith("_Z")}
-    assert named == set(exported)
+    assert named - {"steps"} == set(exported)  # steps: of those with FI_STEPS
     assert str(sources.root()).encode() not in path.read_bytes(), "the same bytes wherever the tree lies"
 
 

@@ -8,8 +8,9 @@ from fi_core.fused_moe import trace
 from fi_core.fused_moe.activations import activation_of
 from fi_core.fused_moe.formats import check_experts, layer_of, refuse
 from fi_core.fused_moe.launches import compute_layer
-from fi_core.fused_moe.layer import Scratch, TokenExperts
+from fi_core.fused_moe.layer import TokenExperts
 from fi_core.observe.log import fi_api
+from fi_core.runtime.launch.plan import Launches, plans_launches
 from fi_core.tllm_enums import ActivationType
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 
 @fi_api(trace=trace.cutlass)
+@plans_launches("output", workspace="workspace_buffer")
 def cutlass_fused_moe(
+    p: Launches,
     input: torch.Tensor,
     token_selected_experts: torch.Tensor,
     token_final_scales: torch.Tensor | None,
@@ -125,28 +128,27 @@ def cutlass_fused_moe(
         fc1_expert_weights.shape[0],
     )  # fmt: skip
     layer = layer_of(
-        input, fc1_expert_weights, fc2_expert_weights, quant_scales or (), output_dtype, input_sf, swizzled_input_sf,
-        use_deepseek_fp8_block_scale, use_w4_group_scaling, use_mxfp8_act_scaling, use_packed_weights,
+        p, input, fc1_expert_weights, fc2_expert_weights, quant_scales or (), output_dtype, input_sf, swizzled_input_sf,
+        fp8_block_scale=use_deepseek_fp8_block_scale, w4_group_scaling=use_w4_group_scaling,
+        mxfp8_activations=use_mxfp8_act_scaling, packed_weights=use_packed_weights,
     )  # fmt: skip
     check_experts(layer, activation, token_selected_experts, token_final_scales, tp_size, tp_rank, ep_size, ep_rank)
-    output = _output(output, layer.x.shape, output_dtype, input.device)
+    output = _output(p, output, layer.x.shape, output_dtype, input.device)
     if not layer.x.shape[0]:
         return output
-    up = layer.up._replace(bias=fc1_expert_biases)
+    experts, up = len(layer.up.weight), layer.up._replace(bias=fc1_expert_biases)
     down = layer.down._replace(bias=fc2_expert_biases if tp_rank == 0 else None)
-    experts, scratch = len(up.weight), Scratch(workspace_buffer, input.device)
     routed = TokenExperts(token_selected_experts, token_final_scales, ep_rank * experts)
-    layer = layer._replace(up=up, down=down)
-    compute_layer(output, layer, activation, experts * ep_size, routed, scratch=scratch)
+    compute_layer(p, output, layer._replace(up=up, down=down), activation, experts * ep_size, routed)
     return output
 
 
-def _output(output: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _output(
+    p: Launches, output: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """A new tensor in place of None. Raises ValueError unless the output has this shape, dtype and device."""
-    import torch
-
     if output is None:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return p.result(shape, dtype)
     if output.shape != shape or output.dtype is not dtype or output.device != device:
         raise ValueError(
             f"output must be {dtype} of shape {list(shape)} on {device}; got {output.dtype} {list(output.shape)} on "

@@ -8,6 +8,7 @@ from fi_core.fused_moe.layer import Layer, Mixed, Projection
 from fi_core.fused_moe.ops import INT4, MXFP4, MXFP8, NVFP4
 from fi_core.gemm import block_scaled
 from fi_core.quantization.layout import SfLayout, layout_of
+from fi_core.quantization.ops import BLOCK_DEQUANTIZE
 from fi_core.tllm_enums import is_gated_activation
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from fi_core.fused_moe.layer import Activation
+    from fi_core.runtime.launch.plan import Launches
 
 _BLOCK = 128
 
@@ -90,12 +92,17 @@ def _of_16_bits(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def widened(x: torch.Tensor, scales: torch.Tensor, format: block_scaled.Format, swizzled: bool) -> torch.Tensor:
+def widened(
+    p: Launches, x: torch.Tensor, scales: torch.Tensor, format: block_scaled.Format, swizzled: bool
+) -> torch.Tensor:
     """Input with block scales as bf16, without its global scale."""
     import torch
 
     values = x if x.dtype is getattr(torch, format.dtype) else _bytes(x)
-    return block_scaled.Scaled(values, _bytes(scales).reshape(-1), layout_of(swizzled), format).bf16()
+    out = p.scratch((x.shape[0], x.shape[1] * format.values), torch.bfloat16)
+    p.add(BLOCK_DEQUANTIZE, out, values, _bytes(scales).reshape(-1), block_size=format.block, scale_format=format.scale,
+          layout=layout_of(swizzled).value)  # fmt: skip
+    return out
 
 
 def _mxfp4(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scales: Sequence[torch.Tensor]) -> Layer:
@@ -124,6 +131,7 @@ def _int4(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scales: Sequenc
 
 
 def _nvfp4(
+    p: Launches,
     x: torch.Tensor,
     up: torch.Tensor,
     down: torch.Tensor,
@@ -141,7 +149,7 @@ def _nvfp4(
         alphas[0] = alpha1.reshape(-1).float()
         if input_sf is None:
             raise ValueError("input_sf must be given with fp4 input; got None")
-        x = widened(x, input_sf, block_scaled.NVFP4, swizzled)
+        x = widened(p, x, input_sf, block_scaled.NVFP4, swizzled)
     first, second = (
         Projection(_bytes(w), _bytes(s), mixed=Mixed(NVFP4, SfLayout.layout_128x4.value, alpha))
         for w, s, alpha in ((up, s1, alphas[0]), (down, s2, alphas[1]))
@@ -150,6 +158,7 @@ def _nvfp4(
 
 
 def _mxfp8(
+    p: Launches,
     x: torch.Tensor,
     up: torch.Tensor,
     down: torch.Tensor,
@@ -163,7 +172,7 @@ def _mxfp8(
     if x.dtype is torch.float8_e4m3fn:
         if input_sf is None:
             raise ValueError("input_sf must be given with float8_e4m3fn input; got None")
-        x = widened(x, input_sf, block_scaled.MXFP8, swizzled)
+        x = widened(p, x, input_sf, block_scaled.MXFP8, swizzled)
     first, second = (
         Projection(
             w if w.dtype is torch.float8_e4m3fn else _bytes(w),
@@ -178,6 +187,7 @@ def _mxfp8(
 
 
 def layer_of(
+    p: Launches,
     x: torch.Tensor,
     up: torch.Tensor,
     down: torch.Tensor,
@@ -218,11 +228,11 @@ def layer_of(
     if up.dtype is torch.float8_e4m3fn and not mxfp8_activations:
         return _fp8_tensor(x, up, down, scales, dtype)
     if mxfp8_activations:
-        return _mxfp8(x, up, down, scales, input_sf, swizzled)
+        return _mxfp8(p, x, up, down, scales, input_sf, swizzled)
     if w4_group_scaling:
         return (_int4 if packed_weights else _mxfp4)(x, up, down, scales)
     if up.dtype is torch.int64 or (up.dtype is torch.uint8 and len(scales) == 6):
-        return _nvfp4(x, up, down, scales, input_sf, swizzled)
+        return _nvfp4(p, x, up, down, scales, input_sf, swizzled)
     if scales:
         raise ValueError(
             f"quant_scales must be None or empty for {up.dtype} weights without use_deepseek_fp8_block_scale, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.fused_moe.ops import MXFP8
@@ -11,50 +10,6 @@ from fi_core.tllm_enums import ActivationType, is_gated_activation
 
 if TYPE_CHECKING:
     import torch
-
-
-ALIGNMENT = 256  # bytes of what lies in a workspace
-
-
-def aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-class Scratch:
-    """The memory between the kernels of a call: new tensors, or parts of a workspace that the caller owns."""
-
-    def __init__(self, workspace: torch.Tensor | None, device: torch.device) -> None:
-        import torch
-
-        self._workspace, self._device = workspace, device
-        self._end = 0
-        if workspace is None:
-            return
-        if workspace.dtype is not torch.uint8:
-            raise TypeError(f"workspace_buffer must be uint8; got {workspace.dtype}")
-        if workspace.ndim != 1 or not workspace.is_contiguous() or workspace.device != device:
-            raise ValueError(
-                f"workspace_buffer must be contiguous, of one dimension, on {device}; got {list(workspace.shape)} on "
-                f"{workspace.device}"
-            )
-        self._end = -workspace.data_ptr() % ALIGNMENT
-
-    def new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        import torch
-
-        if self._workspace is None:
-            return torch.empty(shape, dtype=dtype, device=self._device)
-        count = 1
-        for size in shape:
-            count *= size
-        begin, size = self._end, count * dtype.itemsize
-        self._end = begin + aligned(size)
-        if begin + size > self._workspace.numel():
-            raise ValueError(
-                f"workspace_buffer must have more than {begin + size} bytes for this call; got "
-                f"{self._workspace.numel()}: ask cutlass_fused_moe_workspace_size"
-            )
-        return self._workspace[begin : begin + size].view(dtype).view(*shape)
 
 
 class Tables(NamedTuple):

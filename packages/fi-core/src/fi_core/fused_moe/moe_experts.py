@@ -14,7 +14,8 @@ from fi_core.tllm_enums import ActivationType
 if TYPE_CHECKING:
     import torch
 
-    from fi_core.fused_moe.layer import Activation, Layer, Scratch, Tables, TokenExperts
+    from fi_core.fused_moe.layer import Activation, Layer, Tables, TokenExperts
+    from fi_core.runtime.launch.plan import Launches
 
 _SHARED = 227 * 1024  # bytes of a CTA
 COUNTERS = MOST_PASSES + 1  # of a launch, zeros before it
@@ -103,13 +104,13 @@ MOE_EXPERTS = Op(
 moe_experts = operator(MOE_EXPERTS)
 
 
-def sums_slots(layer: Layer, routed: TokenExperts, out: torch.Tensor, tokens: int) -> bool:
+def sums_slots(p: Launches, layer: Layer, routed: TokenExperts, out: torch.Tensor, tokens: int) -> bool:
     """Whether `stream_experts` with tiles of so many tokens sums the experts of each token as well."""
     ids, weights, bias = routed.ids, routed.weights, layer.down.bias
 
     def by_pairs(rows: torch.Tensor) -> bool:
         return (
-            rows.dtype == layer.x.dtype and rows.stride(1) == 1 and not rows.stride(0) % 2 and not rows.data_ptr() % 4
+            rows.dtype == layer.x.dtype and rows.stride(1) == 1 and not rows.stride(0) % 2 and not p.address(rows) % 4
         )
 
     return (
@@ -125,11 +126,11 @@ def sums_slots(layer: Layer, routed: TokenExperts, out: torch.Tensor, tokens: in
 
 
 def stream_experts(
+    p: Launches,
     layer: Layer,
     tables: Tables,
     activation: Activation,
     tokens: int,
-    scratch: Scratch,
     sum: torch.Tensor | None = None,
     routed: TokenExperts | None = None,
 ) -> torch.Tensor:
@@ -139,9 +140,9 @@ def stream_experts(
     """
     x, up, down = layer.x, layer.up, layer.down
     slots = tables.rows.shape[0]
-    out, activated = (scratch.new((slots, n), x.dtype) for n in (x.shape[1], activation.width(up.rows)))
+    out, activated = (p.scratch((slots, n), x.dtype) for n in (x.shape[1], activation.width(up.rows)))
     sums = {"sum": sum, "down_bias": down.bias, **routed._asdict()} if routed else {}
-    moe_experts(out, activated, x, up.weight, down.weight, offsets=tables.offsets, rows=tables.rows,
-                progress=tables.counters, up_scale=up.scale, down_scale=down.scale, bias=up.bias,
-                expected_tokens=tokens, shuffle_tile=up.shuffle_tile, **activation.options(), **sums)  # fmt: skip
+    p.add(MOE_EXPERTS, out, activated, x, up.weight, down.weight, offsets=tables.offsets, rows=tables.rows,
+          progress=tables.counters, up_scale=up.scale, down_scale=down.scale, bias=up.bias, expected_tokens=tokens,
+          shuffle_tile=up.shuffle_tile, **activation.options(), **sums)  # fmt: skip
     return out

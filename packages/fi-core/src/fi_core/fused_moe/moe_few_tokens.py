@@ -13,7 +13,8 @@ from fi_core.tllm_enums import ActivationType
 if TYPE_CHECKING:
     import torch
 
-    from fi_core.fused_moe.layer import Activation, Layer, Scratch, TokenExperts
+    from fi_core.fused_moe.layer import Activation, Layer, TokenExperts
+    from fi_core.runtime.launch.plan import Launches
 
 _SHARED = 227 * 1024  # bytes of a CTA
 _WARPS = 16  # of a CTA: kFewWarps
@@ -93,14 +94,19 @@ def takes_slots(layer: Layer, routed: TokenExperts, out: torch.Tensor) -> bool:
 
 
 def compute_few_tokens(
-    out: torch.Tensor, layer: Layer, activation: Activation, routed: TokenExperts, expected_slots: int, scratch: Scratch
+    p: Launches,
+    out: torch.Tensor,
+    layer: Layer,
+    activation: Activation,
+    routed: TokenExperts,
+    expected_slots: int,
 ) -> None:
     """Writes the weighted sum of the experts of each token to `out`, where `takes_slots` is true.
 
     expected_slots: of the experts of this rank.
     """
     up, down = layer.up, layer.down
-    activated = scratch.new((routed.ids.numel(), down.weight.shape[2]), layer.x.dtype)
-    moe_few_tokens(out, activated, layer.x, up.weight, down.weight, up_scale=up.scale, down_scale=down.scale,
-                   bias=up.bias, down_bias=down.bias, expected_slots=expected_slots, **activation.options(),
-                   **routed._asdict())  # fmt: skip
+    activated = p.scratch((routed.ids.numel(), down.weight.shape[2]), layer.x.dtype)
+    p.add(MOE_FEW_TOKENS, out, activated, layer.x, up.weight, down.weight, up_scale=up.scale, down_scale=down.scale,
+          bias=up.bias, down_bias=down.bias, expected_slots=expected_slots, **activation.options(),
+          **routed._asdict())  # fmt: skip

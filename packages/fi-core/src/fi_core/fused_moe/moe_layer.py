@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     import torch
 
     from fi_core.fused_moe.layer import Activation, Layer, Projection
+    from fi_core.runtime.launch.plan import Launches
 
 MOST_PASSES = 640  # of a launch of moe_experts: kMaxExpertPasses
 TILE_TOKENS = (8, 16, 32, 64)  # of moe_experts
 STREAMED_ACTIVATIONS = ("Swiglu", "SwigluBias", "Relu2")
 _MOST_EXPERTS = 512
-# Mean rows of an expert up to which moe_experts is faster than the chain of grouped GEMMs, by the format of weights.
+# Mean rows of an expert up to which moe_experts is faster than grouped GEMMs, by the format of weights.
 # H200, us of both, with the rest of the layer: bf16 Qwen3-30B T256 (16 rows) 314 and 348, a DeepSeek-V3 rank T1024 (32)
 # 829 and 752; fp8 Qwen3-30B T64 (4) 170 and 171, DeepSeek-V3 T256 (8) 2644 and 2573, Mixtral T64 (16) 423 and 367.
 _MOST_STREAMED = {"bf16": 16, "f16": 16, "e4m3 blocks": 4, "mxfp4": 16}
@@ -183,10 +184,10 @@ def tile_tokens(tokens: int, mean_rows: float) -> int:
     return next((tile for tile in TILE_TOKENS if tile >= wanted), TILE_TOKENS[-1])
 
 
-def _is_aligned(x: torch.Tensor) -> bool:
+def _is_aligned(p: Launches, x: torch.Tensor) -> bool:
     """Whether TMA and vector loads take the rows."""
     steps = (step * x.element_size() for step in x.stride()[:-1])
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps)
+    return x.stride(-1) == 1 and p.address(x) % 16 == 0 and all(step % 16 == 0 for step in steps)
 
 
 def _has_known_order(p: Projection) -> bool:
@@ -199,32 +200,38 @@ def _has_known_order(p: Projection) -> bool:
     return p.mixed is None and p.shuffle_tile in tiles and p.rows % p.shuffle_tile == 0
 
 
-def _is_mxfp4(p: Projection) -> bool:
+def _is_mxfp4(p: Launches, of: Projection) -> bool:
     """Whether a weight is mxfp4 in the only layout that moe_experts reads."""
     return (
-        p.mixed is not None
-        and p.mixed.format == MXFP4
-        and p.mixed.layout == SfLayout.layout_linear.value
-        and p.mixed.alpha is None
-        and p.mixed.input_scale is None
-        and p.scale is not None
-        and p.scale.ndim == 3
-        and p.scale.data_ptr() % 8 == 0
+        of.mixed is not None
+        and of.mixed.format == MXFP4
+        and of.mixed.layout == SfLayout.layout_linear.value
+        and of.mixed.alpha is None
+        and of.mixed.input_scale is None
+        and of.scale is not None
+        and of.scale.ndim == 3
+        and p.address(of.scale) % 8 == 0
     )
 
 
-def _format(layer: Layer) -> object:
+def _format(p: Launches, layer: Layer) -> object:
     """A dtype, or the name of a format with scales."""
     up, down = layer.up, layer.down
     if up.mixed is None and down.mixed is None:
         if layer.blocks:
             return "e4m3 blocks"
         return up.weight.dtype if up.weight.dtype == down.weight.dtype == layer.x.dtype else "several dtypes"
-    return "mxfp4" if _is_mxfp4(up) and _is_mxfp4(down) else "mixed"
+    return "mxfp4" if _is_mxfp4(p, up) and _is_mxfp4(p, down) else "mixed"
 
 
 def compose_layer(
-    layer: Layer, slots: int, activation: Activation, all_experts: int, scales_rows: bool, slots_in_order: bool
+    p: Launches,
+    layer: Layer,
+    slots: int,
+    activation: Activation,
+    all_experts: int,
+    scales_rows: bool,
+    slots_in_order: bool,
 ) -> str:
     """The implementation of moe_layer that computes a layer. It depends on shapes, dtypes and addresses only."""
     x, up, down = layer.x, layer.up, layer.down
@@ -239,13 +246,13 @@ def compose_layer(
     request = {
         "x": x.dtype,
         "dtype": layer.dtype,
-        "weights": _format(layer),
+        "weights": _format(p, layer),
         "activation": ActivationType(activation.kind).name,
         "bias": None if up.bias is None else up.bias.dtype,
         "known_order": known_order,
         "rows_in_order": up.columns is None and up.weight.ndim == 3,
         "row_scale": scales_rows,
-        "alignment": 16 if all(map(_is_aligned, (x, up.weight, down.weight))) else 1,
+        "alignment": 16 if all(_is_aligned(p, t) for t in (x, up.weight, down.weight)) else 1,
         "sizes": (up.rows, up.weight.shape[-1], down.rows, down.weight.shape[-1]),
         "experts": experts,
         "mean_rows": mean,
@@ -254,4 +261,4 @@ def compose_layer(
         "slots": slots,
         "slots_in_order": slots_in_order,
     }
-    return composition(MOE_LAYER, x.device, *(request[name] for name in MOE_LAYER.fields))
+    return composition(MOE_LAYER, p.device, *(request[name] for name in MOE_LAYER.fields))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.fused_moe import trace
-from fi_core.fused_moe.ops import moe_route
+from fi_core.fused_moe.ops import MOE_ROUTE, moe_route
 from fi_core.observe.log import fi_api
 from fi_core.tllm_enums import RoutingMethodType
 
 if TYPE_CHECKING:
     import torch
 
+    from fi_core.runtime.launch.plan import Launches
 
 _MOST_EXPERTS = 32  # of a token: kMostTopK
 
@@ -24,6 +25,7 @@ class Routed(NamedTuple):
 
 
 def route(
+    p: Launches,
     logits: torch.Tensor,
     bias: torch.Tensor | None,
     num_experts: int,
@@ -38,7 +40,7 @@ def route(
     in_bf16: bool = False,
     shared: int = 0,
 ) -> Routed:
-    """Chooses top_k experts for each token by a `RoutingMethodType`; weights are fp32, or in_bf16.
+    """Chooses top_k experts for each token by a `RoutingMethodType`; weights are fp32, or a result in_bf16.
 
     Behind them come the `shared` experts after num_experts, with weight 1.
 
@@ -55,11 +57,11 @@ def route(
         raise ValueError(f"num_fused_shared_experts must be at most {_MOST_EXPERTS} - top_k {top_k}; got {shared}")
     if (n_group or 1) > 1 and not topk_group:  # without groups, engines pass 0
         raise ValueError(f"topk_group must be in 1..n_group = {n_group}; got {topk_group}")
-    ids = torch.empty((logits.shape[0], top_k + shared), dtype=torch.int32, device=logits.device)
-    weights = torch.empty(ids.shape, dtype=torch.bfloat16 if in_bf16 else torch.float32, device=logits.device)
-    moe_route(ids, weights, logits, bias=bias, replay=replay, method=int(method), n_group=n_group or 1,
-              topk_group=topk_group or 1, scale=1.0 if scale is None else scale, normalize=normalize,
-              shared=shared)  # fmt: skip
+    ids = p.scratch((logits.shape[0], top_k + shared), torch.int32)
+    weights = p.result(ids.shape, torch.bfloat16) if in_bf16 else p.scratch(ids.shape, torch.float32)
+    p.add(MOE_ROUTE, ids, weights, logits, bias=bias, replay=replay, method=int(method), n_group=n_group or 1,
+          topk_group=topk_group or 1, scale=1.0 if scale is None else scale, normalize=normalize,
+          shared=shared)  # fmt: skip
     return Routed(ids, weights)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fi_core.fused_moe.core import get_reorder_rows_for_gated_act_gemm_row_indices
 from fi_core.fused_moe.launches import compute_layer, run_experts, sort_slots
 from fi_core.fused_moe.layer import Layer, Projection, Tables, TokenExperts
-from fi_core.fused_moe.ops import moe_finalize
+from fi_core.fused_moe.ops import MOE_FINALIZE
 from fi_core.tllm_enums import WeightLayout, is_gated_activation
 from fi_core.utils import get_shuffle_matrix_a_row_indices
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from fi_core.fused_moe.layer import Activation
     from fi_core.fused_moe.routing import Routed
+    from fi_core.runtime.launch.plan import Launches
 
 
 class LayerCall(NamedTuple):
@@ -85,16 +86,11 @@ def _check(layer: Layer, kind: int, routed: Routed, call: LayerCall) -> None:
         )
 
 
-def _finished_rows(rows: torch.Tensor, tables: Tables, down: Projection) -> torch.Tensor:
-    """The outputs of the experts with columns in order and biases; zeros in rows of no expert."""
-    import torch
-
-    if down.columns is None and down.bias is None:
-        return rows
-    out = torch.empty_like(rows)
-    moe_finalize(
-        out, rows, _identity(len(rows), rows.device), offsets=tables.offsets, bias=down.bias, columns=down.columns
-    )
+def _finished_rows(p: Launches, rows: torch.Tensor, tables: Tables, down: Projection) -> torch.Tensor:
+    """The outputs of the experts with columns in order and biases, as a result; zeros in rows of no expert."""
+    out = p.result(rows.shape, rows.dtype)
+    identity = p.constant(_identity(len(rows), p.device))
+    p.add(MOE_FINALIZE, out, rows, identity, offsets=tables.offsets, bias=down.bias, columns=down.columns)
     return out
 
 
@@ -113,12 +109,11 @@ def _weights_of_rows(routed: Routed, tables: Tables) -> torch.Tensor:
     slots = tables.rows.shape[0]
     out = torch.ones(slots + 1, dtype=torch.float32, device=tables.rows.device)
     at = torch.where(tables.positions < 0, slots, tables.positions).flatten().long()
-    at.clamp_(max=slots)  # a dry run, which begins to compile kernels, has no positions yet
     return out.scatter_(0, at, routed.weights.float().flatten())[:slots]
 
 
 def run_layer(
-    layer: Layer, activation: Activation, routed: Routed, call: LayerCall, *, scales_input: bool = False
+    p: Launches, layer: Layer, activation: Activation, routed: Routed, call: LayerCall, *, scales_input: bool = False
 ) -> torch.Tensor | list[torch.Tensor]:
     """The layer's `[tokens, hidden]`, or without do_finalize what is to be summed.
 
@@ -132,24 +127,25 @@ def run_layer(
     (ids, weights), first, output = routed, call.local_expert_offset, call.output
     tables = row_scale = None
     if scales_input or not call.do_finalize:
-        tables = sort_slots(ids, call.local_num_experts, first)
+        positions = None if call.do_finalize else p.result((ids.numel(),), torch.int32)
+        tables = sort_slots(p, ids, call.local_num_experts, first, positions)
         row_scale = _weights_of_rows(routed, tables) if scales_input else None
-        if not call.do_finalize:
-            rows, down = run_experts(layer, tables, activation, call.num_experts, row_scale)
-            return [_finished_rows(rows, tables, down), weights.bfloat16(), tables.positions.view(-1)]
+        if positions is not None:
+            rows, down = run_experts(p, layer, tables, activation, call.num_experts, row_scale)
+            return [_finished_rows(p, rows, tables, down), weights.bfloat16(), positions]
     if output is None:
-        output = torch.empty(layer.x.shape, dtype=layer.dtype, device=layer.x.device)
+        output = p.result(layer.x.shape, layer.dtype)
     to_sum = TokenExperts(ids, None if scales_input else weights, first)
-    compute_layer(output, layer, activation, call.num_experts, to_sum, tables, row_scale)
+    compute_layer(p, output, layer, activation, call.num_experts, to_sum, tables, row_scale)
     return output
 
 
 def prepared(
-    p: Projection, name: str, layout: int, tile: int, alternates: bool, shuffled: bool, bias: torch.Tensor | None
+    p: Launches, w: Projection, name: str, layout: int, tile: int, alternates: bool, shuffled: bool
 ) -> Projection:
     """A projection from a weight in a layout, its rows shuffled for a tile."""
-    check_layout(name, p.weight, layout)
+    check_layout(name, w.weight, layout)
     if not shuffled:
-        return p._replace(bias=bias)
-    columns = places_of_rows(p.rows, tile, alternates, p.weight.device)
-    return p._replace(columns=columns, bias=bias, shuffle_tile=tile)
+        return w
+    columns = p.constant(places_of_rows(w.rows, tile, alternates, p.device))
+    return w._replace(columns=columns, shuffle_tile=tile)

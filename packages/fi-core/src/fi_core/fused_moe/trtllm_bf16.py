@@ -9,6 +9,7 @@ from fi_core.fused_moe.layer import Layer, Projection
 from fi_core.fused_moe.routing import Routed, route, unpacked
 from fi_core.fused_moe.trtllm import LayerCall, prepared, run_layer
 from fi_core.observe.log import fi_api
+from fi_core.runtime.launch.plan import Launches, plans_launches
 from fi_core.tllm_enums import ActivationType, WeightLayout, is_gated_activation
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ _TILE = 128  # rows of the epilogue tile that shuffled weights are for
 
 
 def _run(
+    p: Launches,
     routed: Routed,
     x: torch.Tensor,
     gemm1_weights: torch.Tensor,
@@ -36,13 +38,15 @@ def _run(
     if x.ndim != 2:
         raise ValueError(f"hidden_states must have shape [tokens, hidden]; got {list(x.shape)}")
     gated = is_gated_activation(activation.kind)
-    up = prepared(Projection(gemm1_weights), "gemm1_weights", weight_layout, _TILE, gated, shuffled, None)
-    down = prepared(Projection(gemm2_weights), "gemm2_weights", weight_layout, _TILE, False, shuffled, None)
-    return run_layer(Layer(x, up, down, x.dtype), activation, routed, call)
+    up = prepared(p, Projection(gemm1_weights), "gemm1_weights", weight_layout, _TILE, gated, shuffled)
+    down = prepared(p, Projection(gemm2_weights), "gemm2_weights", weight_layout, _TILE, False, shuffled)
+    return run_layer(p, Layer(x, up, down, x.dtype), activation, routed, call)
 
 
 @fi_api
+@plans_launches("output", by="hidden_states")
 def trtllm_bf16_moe(
+    p: Launches,
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
     hidden_states: torch.Tensor,
@@ -103,17 +107,18 @@ def trtllm_bf16_moe(
         TypeError: A dtype does not fit.
     """
     routed = route(
-        routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
+        p, routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
         routing_method_type, norm_topk_prob, routing_replay_out, in_bf16=not do_finalize,
     )  # fmt: skip
     call = LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output)
-    return _run(
-        routed, hidden_states, gemm1_weights, gemm2_weights, call, use_shuffled_weight, weight_layout, activation_type
-    )
+    order = use_shuffled_weight, weight_layout
+    return _run(p, routed, hidden_states, gemm1_weights, gemm2_weights, call, *order, activation_type)
 
 
 @fi_api
+@plans_launches("output", by="hidden_states")
 def trtllm_bf16_routed_moe(
+    p: Launches,
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     hidden_states: torch.Tensor,
     gemm1_weights: torch.Tensor,
@@ -156,6 +161,5 @@ def trtllm_bf16_routed_moe(
         raise NotImplementedError("gemm1_lora_delta is not supported: merge the adapter into gemm1_weights")
     call = LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output)
     routed = unpacked(topk_ids)
-    return _run(
-        routed, hidden_states, gemm1_weights, gemm2_weights, call, use_shuffled_weight, weight_layout, activation_type
-    )
+    order = use_shuffled_weight, weight_layout
+    return _run(p, routed, hidden_states, gemm1_weights, gemm2_weights, call, *order, activation_type)

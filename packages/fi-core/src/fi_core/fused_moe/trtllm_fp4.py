@@ -13,6 +13,7 @@ from fi_core.fused_moe.trtllm import LayerCall, prepared, run_layer
 from fi_core.gemm import block_scaled
 from fi_core.observe.log import fi_api
 from fi_core.quantization.layout import SfLayout
+from fi_core.runtime.launch.plan import Launches, plans_launches
 from fi_core.tllm_enums import ActivationType, WeightLayout, is_gated_activation
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _TILE = 128  # rows of the epilogue tile that shuffled weights are for
 
 
-def _widened(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def _widened(p: Launches, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """Tokens as 16-bit floats, without their global scale."""
     import torch
 
@@ -32,9 +33,9 @@ def _widened(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     if scale is None:
         raise ValueError(f"hidden_states_scale must be given with {x.dtype} hidden_states; got None")
     if x.dtype is torch.float8_e4m3fn:
-        return widened(x, scale, block_scaled.MXFP8, False)
+        return widened(p, x, scale, block_scaled.MXFP8, False)
     if x.dtype is torch.uint8:
-        return widened(x, scale, block_scaled.NVFP4, False)
+        return widened(p, x, scale, block_scaled.NVFP4, False)
     raise TypeError(f"hidden_states must be bfloat16, float8_e4m3fn or uint8 (fp4); got {x.dtype}")
 
 
@@ -54,6 +55,7 @@ def _format(name: str, p: Projection) -> int:
 
 
 def _run(
+    p: Launches,
     routed: Routed,
     hidden_states: torch.Tensor,
     hidden_states_scale: torch.Tensor | None,
@@ -74,23 +76,25 @@ def _run(
     linear, gate, last = factors
     if gate is not None and linear is not None and last is not None:
         last = last * (linear / gate)
-    x, found = _widened(hidden_states, hidden_states_scale), []
+    x, found = _widened(p, hidden_states, hidden_states_scale), []
     alternates = is_gated_activation(activation.kind)
-    for name, p, factor, reorders in (
+    for name, w, factor, reorders in (
         ("gemm1_weights", up, gate, alternates), ("gemm2_weights", down, last, False),
     ):  # fmt: skip
-        assert p.scale is not None
+        assert w.scale is not None
         alpha = None if factor is None else factor.reshape(-1).float()
-        mixed = Mixed(_format(name, p), SfLayout.layout_128x4.value, alpha)
-        weight, scale = (t.contiguous().view(torch.uint8) for t in (p.weight, p.scale))
-        own = p._replace(weight=weight, scale=scale, mixed=mixed)
-        found.append(prepared(own, name, WeightLayout.MajorK, _TILE, reorders, True, p.bias))
-    out = run_layer(Layer(x, found[0], found[1], x.dtype), activation, routed, call)
+        mixed = Mixed(_format(name, w), SfLayout.layout_128x4.value, alpha)
+        weight, scale = (t.contiguous().view(torch.uint8) for t in (w.weight, w.scale))
+        own = w._replace(weight=weight, scale=scale, mixed=mixed)
+        found.append(prepared(p, own, name, WeightLayout.MajorK, _TILE, reorders, True))
+    out = run_layer(p, Layer(x, found[0], found[1], x.dtype), activation, routed, call)
     return out if isinstance(out, list) else [out]
 
 
 @fi_api
+@plans_launches("output", by="hidden_states")
 def trtllm_fp4_block_scale_moe(
+    p: Launches,
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
     hidden_states: torch.Tensor,
@@ -168,11 +172,11 @@ def trtllm_fp4_block_scale_moe(
         NotImplementedError: per_token_scale is given.
     """
     routed = route(
-        routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
+        p, routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
         routing_method_type, norm_topk_prob, routing_replay_out, in_bf16=not do_finalize,
     )  # fmt: skip
     return _run(
-        routed, hidden_states, hidden_states_scale, Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
+        p, routed, hidden_states, hidden_states_scale, Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
         Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias),
         activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
         (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar), per_token_scale,
@@ -181,7 +185,9 @@ def trtllm_fp4_block_scale_moe(
 
 
 @fi_api
+@plans_launches("output", by="hidden_states")
 def trtllm_fp4_block_scale_routed_moe(
+    p: Launches,
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     routing_bias: torch.Tensor | None,
     hidden_states: torch.Tensor,
@@ -234,7 +240,7 @@ def trtllm_fp4_block_scale_routed_moe(
     if gemm1_lora_delta is not None:
         raise NotImplementedError("gemm1_lora_delta is not supported: merge the adapter into gemm1_weights")
     return _run(
-        unpacked(topk_ids), hidden_states, hidden_states_scale,
+        p, unpacked(topk_ids), hidden_states, hidden_states_scale,
         Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
         Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias),
         activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit),

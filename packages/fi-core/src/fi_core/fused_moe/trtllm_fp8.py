@@ -14,6 +14,7 @@ from fi_core.fused_moe.trtllm import LayerCall, prepared, run_layer
 from fi_core.gemm import block_scaled
 from fi_core.observe.log import fi_api
 from fi_core.quantization.layout import layout_of
+from fi_core.runtime.launch.plan import Launches, plans_launches
 from fi_core.tllm_enums import ActivationType, Fp8QuantizationType, WeightLayout, is_gated_activation
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def _are_e4m3(**tensors: torch.Tensor) -> None:
 
 
 def _mx_layer(
+    p: Launches,
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
     up: Projection,
@@ -46,18 +48,24 @@ def _mx_layer(
     if x.dtype is torch.float8_e4m3fn:
         if x_scale is None:
             raise ValueError("hidden_states_scale must be given with float8_e4m3fn hidden_states; got None")
-        x = widened(x, x_scale, block_scaled.MXFP8, False)
+        x = widened(p, x, x_scale, block_scaled.MXFP8, False)
     mixed, found = Mixed(MXFP8, layout_of(shuffled).value), []
-    for name, p, alternates in (("gemm1_weights", up, gated), ("gemm2_weights", down, False)):
-        assert p.scale is not None
-        scale = p.scale.contiguous().view(torch.uint8)
-        own = p._replace(scale=scale, mixed=mixed)
-        found.append(prepared(own, name, weight_layout, _TILE, alternates, shuffled, p.bias))
+    for name, w, alternates in (("gemm1_weights", up, gated), ("gemm2_weights", down, False)):
+        assert w.scale is not None
+        scale = w.scale.contiguous().view(torch.uint8)
+        own = w._replace(scale=scale, mixed=mixed)
+        found.append(prepared(p, own, name, weight_layout, _TILE, alternates, shuffled))
     return Layer(x, found[0], found[1], torch.bfloat16)
 
 
 def _block_layer(
-    x: torch.Tensor, x_scale: torch.Tensor | None, up: Projection, down: Projection, shuffled: bool, weight_layout: int
+    p: Launches,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    up: Projection,
+    down: Projection,
+    shuffled: bool,
+    weight_layout: int,
 ) -> Layer:
     """Rows of shuffled weights stay in their blocks of 128, so the scales hold; gate and linear rows are apart."""
     import torch
@@ -69,14 +77,15 @@ def _block_layer(
         raise ValueError(f"hidden_states_scale must have shape {list(blocks)}; got {got}")
     x_scale = x_scale.t() if x_scale is not None and x.dtype is torch.float8_e4m3fn else None
     first, second = (
-        prepared(p, name, weight_layout, _BLOCK_TILE, False, shuffled, p.bias)
-        for p, name in ((up, "gemm1_weights"), (down, "gemm2_weights"))
+        prepared(p, w, name, weight_layout, _BLOCK_TILE, False, shuffled)
+        for w, name in ((up, "gemm1_weights"), (down, "gemm2_weights"))
     )
     names = "gemm1_weights_scale", "gemm2_weights_scale"
     return fp8_blocks(x, first, second, torch.bfloat16, x_scale, names)
 
 
 def _run_blocks(
+    p: Launches,
     routed: Routed,
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
@@ -95,12 +104,12 @@ def _run_blocks(
         Fp8QuantizationType.DeepSeekFp8 if fp8_quantization_type is None else Fp8QuantizationType(fp8_quantization_type)
     )
     if kind is Fp8QuantizationType.MxFp8:
-        layer = _mx_layer(x, x_scale, up, down, is_gated_activation(activation.kind), shuffled, weight_layout)
+        layer = _mx_layer(p, x, x_scale, up, down, is_gated_activation(activation.kind), shuffled, weight_layout)
     elif kind is Fp8QuantizationType.DeepSeekFp8:
-        layer = _block_layer(x, x_scale, up, down, shuffled, weight_layout)
+        layer = _block_layer(p, x, x_scale, up, down, shuffled, weight_layout)
     else:
         raise ValueError(f"fp8_quantization_type must be DeepSeekFp8 or MxFp8; got {kind!r}")
-    return run_layer(layer, activation, routed, call)
+    return run_layer(p, layer, activation, routed, call)
 
 
 def _shared(count: int | None, num_experts: int, local_num_experts: int) -> int:
@@ -115,7 +124,9 @@ def _shared(count: int | None, num_experts: int, local_num_experts: int) -> int:
 
 
 @fi_api(trace=trace.trtllm_blocks)
+@plans_launches("output", by="hidden_states")
 def trtllm_fp8_block_scale_moe(
+    p: Launches,
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
     hidden_states: torch.Tensor,
@@ -206,12 +217,12 @@ def trtllm_fp8_block_scale_moe(
     """
     shared = _shared(num_fused_shared_experts, num_experts, local_num_experts)
     routed = route(
-        routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
+        p, routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
         routing_method_type, norm_topk_prob, routing_replay_out, in_bf16=not do_finalize,
         shared=shared,
     )  # fmt: skip
     return _run_blocks(
-        routed, hidden_states, hidden_states_scale, Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
+        p, routed, hidden_states, hidden_states_scale, Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
         Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias),
         activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit), use_shuffled_weight, weight_layout,
         fp8_quantization_type,
@@ -221,7 +232,9 @@ def trtllm_fp8_block_scale_moe(
 
 
 @fi_api
+@plans_launches("output", by="hidden_states")
 def trtllm_fp8_block_scale_routed_moe(
+    p: Launches,
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     routing_bias: torch.Tensor | None,
     hidden_states: torch.Tensor,
@@ -272,7 +285,7 @@ def trtllm_fp8_block_scale_routed_moe(
     """
     shared = _shared(num_fused_shared_experts, num_experts, local_num_experts)
     return _run_blocks(
-        unpacked(topk_ids), hidden_states, hidden_states_scale,
+        p, unpacked(topk_ids), hidden_states, hidden_states_scale,
         Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
         Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias),
         activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit), use_shuffled_weight, weight_layout,
@@ -283,6 +296,7 @@ def trtllm_fp8_block_scale_routed_moe(
 
 
 def _run_tensors(
+    p: Launches,
     routed: Routed,
     x: torch.Tensor,
     gemm1_weights: torch.Tensor,
@@ -318,14 +332,16 @@ def _run_tensors(
         if weight.ndim != 3:
             raise ValueError(f"{name} must have shape [experts, n, k]; got {list(weight.shape)}")
         of_rows = scale.view(-1, 1).expand(-1, weight.shape[1])
-        found.append(prepared(Projection(weight, of_rows), name, WeightLayout.MajorK, _TILE, alternates, True, None))
+        found.append(prepared(p, Projection(weight, of_rows), name, WeightLayout.MajorK, _TILE, alternates, True))
     quant = output1_scales_scalar / output1_scales_gate_scalar
     layer = Layer(x, found[0], found[1], torch.bfloat16, quant=quant)
-    return run_layer(layer, activation, routed, call, scales_input=scales_input)
+    return run_layer(p, layer, activation, routed, call, scales_input=scales_input)
 
 
 @fi_api
+@plans_launches("output", by="hidden_states")
 def trtllm_fp8_per_tensor_scale_moe(
+    p: Launches,
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
     hidden_states: torch.Tensor,
@@ -390,19 +406,21 @@ def trtllm_fp8_per_tensor_scale_moe(
         TypeError: A dtype does not fit.
     """
     routed = route(
-        routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
+        p, routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
         routing_method_type, norm_topk_prob, routing_replay_out,
         in_bf16=not do_finalize and not use_routing_scales_on_input,
     )  # fmt: skip
     return _run_tensors(
-        routed, hidden_states, gemm1_weights, output1_scales_scalar, output1_scales_gate_scalar, gemm2_weights,
+        p, routed, hidden_states, gemm1_weights, output1_scales_scalar, output1_scales_gate_scalar, gemm2_weights,
         output2_scales_scalar, use_routing_scales_on_input, activation_type,
         LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output),
     )  # fmt: skip
 
 
 @fi_api
+@plans_launches("output", by="hidden_states")
 def trtllm_fp8_per_tensor_scale_routed_moe(
+    p: Launches,
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     routing_bias: torch.Tensor | None,
     hidden_states: torch.Tensor,
@@ -442,7 +460,7 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
         TypeError: A dtype does not fit.
     """
     return _run_tensors(
-        unpacked(topk_ids), hidden_states, gemm1_weights, output1_scales_scalar, output1_scales_gate_scalar,
+        p, unpacked(topk_ids), hidden_states, gemm1_weights, output1_scales_scalar, output1_scales_gate_scalar,
         gemm2_weights, output2_scales_scalar, use_routing_scales_on_input, activation_type,
         LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output),
     )  # fmt: skip

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from fi_core.fused_moe.activations import kind_of
 from fi_core.fused_moe.formats import check_ranks, refuse
-from fi_core.fused_moe.layer import ALIGNMENT, aligned
 from fi_core.fused_moe.moe_experts import COUNTERS
 from fi_core.observe.log import fi_api
+from fi_core.runtime.launch.plan import ALIGNMENT, aligned
 from fi_core.tllm_enums import ActivationType, is_gated_activation
 
 if TYPE_CHECKING:
@@ -51,15 +51,15 @@ def cutlass_fused_moe_workspace_size(
 ) -> int:
     """Returns the bytes of a `workspace_buffer` with which `cutlass_fused_moe` allocates nothing between its kernels.
 
-    They suffice for any number of tokens up to max_num_tokens and for any routing. What a format widens or multiplies
-    before the first kernel (NVFP4 and MXFP8 input, the input scales of int4) stays in memory of torch.
+    They suffice for any number of tokens up to max_num_tokens and for any routing. What torch multiplies before a
+    kernel (the input scales of int4, the scales of NVFP4) stays in memory of torch.
 
     Args:
         max_num_tokens: most tokens of a call.
         hidden_size, intermediate_size: of the weights of this rank, in values: the columns of fc1 and of fc2.
         num_experts_total: of all ranks.
         top_k: experts of a token.
-        x_dtype: of input; accepted: what lies between kernels does not depend on it.
+        x_dtype: of input.
         weight_dtype: of the weights; activations of float8_e4m3fn are quantised, but for use_mxfp8_act_scaling.
         output_dtype: of the result; None means bfloat16. Sums have 16 bits in any case.
         activation_type: an `ActivationType`.
@@ -103,5 +103,6 @@ def cutlass_fused_moe_workspace_size(
         narrow * slots * width,  # activated
         2 * slots * hidden_size,  # the second product
         *scales,
+        2 * max_num_tokens * hidden_size if mixed and x_dtype.itemsize == 1 else 0,  # tokens of 4 or 8 bits, as bf16
     ]
     return ALIGNMENT + sum(map(aligned, sizes))

@@ -167,6 +167,12 @@ def begin(spec: Spec) -> None:
         start(sources.artifacts(spec))
 
 
+@functools.cache
+def begin_module(op: Op, kind: str) -> None:
+    """Begins to compile the host module of an op, if it is not there. `host_module` waits for it."""
+    start([sources.host_module(op, kind)])
+
+
 def rehearse(spec: Spec, multiprocessors: int, shared_limit: int) -> Kernel:
     """A CUDA spec bound without a device: calls compute their launches and do not launch them.
 

@@ -48,7 +48,7 @@ class Operator:
         self.kernels: dict[Any, Kernel] = {}  # by spec, device, and what is rehearsed
         self.choices: list[Choice | None] = []  # by the numbers that calls return
         self._numbers: dict[Choice, int] = {}
-        self._learned = 0
+        self._learned = set[str]()
         self._backends = _Numbers()
         self._modules: dict[str, Any] = {}  # by the type of the device
         self._plans: dict[str, Callable[..., Any]] = {}  # likewise: what makes a planned call
@@ -87,6 +87,7 @@ class Operator:
         parameters = [*map(_parameter, op.parsed), *(["*", "variant=None"] if op.takes_variant else [])]
         self._function(op.name, parameters, op.parsed, [*variant, call[0], call[1] % False], given, last)
         explain = ["except Exception as error:", f"    torch_op.explain(op, {given}, error)"]
+        self.native = define(f"native_{op.name}", parameters, [f"return {values},"], self._scope)
         define("direct", parameters, ["try:", *_indented([*variant, call[0], call[1] % True]), *explain], self._scope)
         if op.planned:
             rest = _tuple(self._rest)
@@ -121,7 +122,8 @@ class Operator:
 
     # Modules and kernels.
 
-    def _module(self, device: Any) -> Any:
+    def module(self, device: Any) -> Any:
+        """The host module for tensors of a device."""
         kind = target_of(device).kind
         if _rehearsals:
             return rehearsed_module(self.op, kind)
@@ -133,7 +135,7 @@ class Operator:
     def _first_call(self, *values: Any) -> Any:
         """Takes the place of `call` until a module is loaded, and in a rehearsal."""
         device = _device_of(values)
-        module = self._module(device)
+        module = self.module(device)
         if _rehearsals:
             return self._rehearsed(module, module["request"](*values), device, values)
         self._scope["call"] = self._checked(module["call"], self.op.native)
@@ -175,15 +177,24 @@ class Operator:
                 self.kernels[key] = rehearse(choice.spec, *limits) if limits else bind(choice.spec, device.index or 0)
             return self.kernels[key]
 
-    def _learn(self, found: str, device: Any) -> list[int]:
-        """Teaches the module the kernel of a request; the words that taught it."""
+    def request(self, device: Any, *values: Any) -> str:
+        """The words of the request of a call with values in the order of the host module, which does not run."""
+        return self.module(device)["request"](*values)  # type: ignore[no-any-return]
+
+    def prepare(self, found: str, device: Any) -> None:
+        """Begins to compile the kernel of a request."""
+        begin(choose(self._request(found, device)[0]).spec)
+
+    def learn(self, found: str, device: Any) -> list[int]:
+        """Teaches the module the kernel of a request, unless it knows that; the words that teach it."""
         request, words = self._request(found, device)
         choice = choose(request)
         lesson = [self._number(choice), self._kernel(choice, device).number, *words]
-        if self._learned >= _MOST_REQUESTS:
-            self.forget()
-        self._learned += 1
-        self._module(device)["learn"](*lesson)
+        if found not in self._learned:
+            if len(self._learned) >= _MOST_REQUESTS:
+                self.forget()
+            self._learned.add(found)
+            self.module(device)["learn"](*lesson)
         return lesson
 
     def _missed(self, found: str | None, arguments: tuple[Any, ...], wrapped: bool) -> Choice | None:
@@ -192,12 +203,12 @@ class Operator:
         named = dict(zip((a.name for a in self.op.parsed), arguments))
         values = tuple(self._backends[v] if a.kind == "str" else v for a in self.op.native for v in (named[a.name],))
         device = _device_of(values)
-        module = self._module(device)
+        module = self.module(device)
         if not _rehearsals:
             self._scope["call"] = self._checked(module["call"], self.op.native)
         number = module["call"](*values)
         if not isinstance(number, int):
-            self._learn(number, device)
+            self.learn(number, device)
             number = module["call"](*values)
         return self.choices[int(number)]
 
@@ -217,7 +228,7 @@ class Operator:
         words = [self._backends[value] if value.__class__ is str else value for value in fixed]
         if _rehearsals:
             return Plan(None, functools.partial(self._first_call, *words), fixed, check)
-        make = self._plans.get(device.type) or self._plans.setdefault(device.type, self._module(device)["plan"])
+        make = self._plans.get(device.type) or self._plans.setdefault(device.type, self.module(device)["plan"])
         call = make(self._numbers.get(choice, -1) if choice else -1, *words)
         return Plan(call, self._checked(call, self._rest), fixed, check)
 
@@ -226,7 +237,7 @@ class Operator:
         plan = plan.check(*rest) or plan
         number = plan.call(*rest)
         if not isinstance(number, int):
-            plan.learn(*self._learn(number, _device_of(rest)))
+            plan.learn(*self.learn(number, _device_of(rest)))
             number = plan.call(*rest)
         return self.choices[int(number)]
 
@@ -240,7 +251,7 @@ class Operator:
         with self._lock:
             for module in self._modules.values():
                 module["forget"]()
-            self._learned = 0
+            self._learned.clear()
             self.restart()
 
     def restart(self) -> None:
@@ -378,6 +389,10 @@ def operator(op: Op) -> Callable[..., Choice | None]:
     """
     _operators[op.name] = made = Operator(op)
     return made.function
+
+
+def operator_of(op: Op) -> Operator:
+    return _operators[op.name]
 
 
 def operators() -> dict[str, Operator]:

@@ -4,6 +4,7 @@
 
 #include "fi/fused_moe/moe_few_tokens.h"
 #include "fi/generated/moe_few_tokens.h"
+#include "fi/host/steps.h"
 
 #if !FI_CUDA
 #include "fi/fused_moe/moe_few_tokens_cpu.h"
@@ -159,3 +160,4 @@ void moe_few_tokens(const Kernel& kernel, const MoeFewTokensArgs& a) {
 }  // namespace fi
 
 FI_OP(fi::moe_few_tokens, fi::request_of)
+FI_STEPS

@@ -2,6 +2,7 @@
 #include "fi/fused_moe/moe_finalize.h"
 
 #include "fi/generated/moe_finalize.h"
+#include "fi/host/steps.h"
 
 #if !FI_CUDA
 #include "fi/find_segment.h"
@@ -131,3 +132,4 @@ void moe_finalize(const Kernel& kernel, const MoeFinalizeArgs& a) {
 }  // namespace fi
 
 FI_OP(fi::moe_finalize, fi::request_of)
+FI_STEPS

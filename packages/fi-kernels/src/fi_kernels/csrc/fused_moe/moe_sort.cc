@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "fi/generated/moe_sort.h"
+#include "fi/host/steps.h"
 
 #if !FI_CUDA
 #include <vector>
@@ -106,3 +107,4 @@ void moe_sort(const Kernel& kernel, const MoeSortArgs& a) {
 }  // namespace fi
 
 FI_OP(fi::moe_sort, fi::request_of)
+FI_STEPS

@@ -108,6 +108,8 @@ def answering(module: ModuleType) -> None:
                 return own(wanted)
             raise AttributeError(f"module {module.__name__!r} has no attribute {wanted!r}", name=wanted, obj=module)
         except AttributeError:
+            if wanted == "__path__" and _is_package(places):  # asked for by an import of a module below
+                return []
             if wanted.startswith("__"):
                 raise
             from fi_core.compat import lacking
@@ -118,6 +120,12 @@ def answering(module: ModuleType) -> None:
             raise
 
     vars(module)["__getattr__"] = __getattr__
+
+
+def _is_package(places: Sequence[str]) -> bool:
+    from fi_core.compat import names
+
+    return not names.packages().isdisjoint(places)
 
 
 def install() -> None:

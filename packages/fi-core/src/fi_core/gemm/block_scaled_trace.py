@@ -219,6 +219,7 @@ def _template(
     description: str,
     work: Callable[[Mapping[str, Any]], Work],
     op: str = "gemm",
+    others: Sequence[str] = (),
 ) -> TraceTemplate:
     fixed = ("n", "k", "k_bytes", "group_size")
     dtype = "dtype" if name == "bmm_mxfp8" else "out_dtype"
@@ -232,6 +233,7 @@ def _template(
         make=make,
         samples=samples,
         work=work,
+        others=others,
         description=description,
         tolerance={"float32": (2e-5, 2e-5)},
     )
@@ -291,5 +293,5 @@ GROUPED_MXFP8 = _template(
     {"a": Tensor(["cum_m", "k"]), "b": Tensor(["group_size", "n", "k"]), "a_descale": Tensor(["a_scales"]),
      "b_descale": Tensor(["group_size", "b_scale_rows", "b_scale_columns"]), "m_indptr": Tensor(["num_offsets"])},
     ["cum_m", "n"], _grouped_scaled_reference, _make_grouped_mxfp8, _sizes(_SHAPES[:3]),
-    "Groups of MXFP8 tokens times the weights of their experts.", _work(),
+    "Groups of MXFP8 tokens times the weights of their experts.", _work(), others=("sf_layout",),
 )  # fmt: skip

@@ -23,7 +23,7 @@ from families.test_descriptions import DESCRIBED
 from fi_bench.startup.calls import arguments as first_calls
 from fi_core.observe import api
 from fi_core.observe.trace import Described, TraceTemplate
-from fuzz import comm_calls, moe_calls
+from fuzz import comm_calls, composed_calls, moe_calls
 
 Arguments = dict[str, Any]  # by parameter; the rest of `*args` is one tuple
 
@@ -197,6 +197,7 @@ def _examples() -> Iterator[Scenario]:
         ("custom prefill", _with_slopes(fi_core.prefill.single_prefill_with_kv_cache_with_jit_module),
          lambda: _custom("prefill")),
         *moe_calls.calls(),
+        *composed_calls.calls(),
     ):  # fmt: skip
         yield _plain(name, function, make)
 

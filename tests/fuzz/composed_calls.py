@@ -1,0 +1,75 @@
+"""Small valid calls of functions that consist of other operators."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import fi_core
+from families.harness import rand
+from fi_core import fused_moe, gemm
+
+BF16, F32 = torch.bfloat16, torch.float32
+Arguments = dict[str, Any]
+LOGITS = (  # of routers: k, n, dtype, what a name ends in
+    (6144, 256, F32, ""), (7168, 128, BF16, ""), (7168, 256, F32, ""), (7168, 256, BF16, "_bf16"),
+    (7168, 384, F32, ""), (7168, 384, BF16, "_bf16"), (7168, 896, F32, ""), (7168, 896, BF16, "_bf16"),
+)  # fmt: skip
+
+
+def _ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _bf16(*shape: int) -> torch.Tensor:
+    return rand(*shape, dtype=BF16, device="cpu")
+
+
+def _bytes(*shape: int) -> torch.Tensor:
+    return torch.full(shape, 56, dtype=torch.uint8)
+
+
+def _logits(k: int, n: int, dtype: torch.dtype) -> Arguments:
+    return {"mat_a": _bf16(2, k), "mat_b": _bf16(n, k).t(), "out": torch.empty(2, n, dtype=dtype)}
+
+
+def _pages() -> Arguments:
+    return {
+        "paged_kv_cache": (_bytes(4, 4, 2, 32), _bytes(4, 4, 2, 32)),
+        "kv_cache_sf": (_bytes(4, 4, 2, 4), _bytes(4, 4, 2, 4)), "block_tables": _ints(0, 1, 2, 3).view(2, 2),
+        "seq_lens": _ints(3, 7), "k_scale": 0.5, "v_scale": torch.ones(1), "output_k": _bf16(2, 8, 2, 64),
+        "output_v": _bf16(2, 8, 2, 64),
+    }  # fmt: skip
+
+
+def calls() -> Iterator[tuple[str, Callable[..., Any], Callable[[], Arguments]]]:
+    """A name, the function, and what makes its arguments."""
+    for k, n, dtype, end in LOGITS:
+        name = f"mm_M1_16_K{k}_N{n}{end}"
+        yield name, getattr(gemm, name), functools.partial(_logits, k, n, dtype)
+    yield "masked bmm", gemm.masked_bmm, lambda: {
+        "a": _bf16(3, 9, 64), "b": _bf16(3, 64, 40), "masked_m": _ints(4, 0, 9),
+    }  # fmt: skip
+    yield "ragged bmm", gemm.ragged_bmm, lambda: {
+        "a": _bf16(13, 64), "b": _bf16(3, 40, 64), "m_indptr": _ints(0, 4, 4, 13), "max_m": 9,
+    }  # fmt: skip
+    yield "gemm alpha beta", gemm.gemm_alpha_beta, lambda: {
+        "a": _bf16(9, 64), "b": _bf16(40, 64), "c": _bf16(9, 40), "alpha": 0.5, "beta": 2.0,
+    }  # fmt: skip
+    yield "rmsnorm silu", fi_core.fused_rmsnorm_silu, lambda: {"input": _bf16(7, 128), "weight": _bf16(128)}
+    yield "hash topk", fused_moe.hash_topk, lambda: {
+        "router_logits": rand(5, 8, dtype=F32, device="cpu"), "input_ids": torch.tensor([3, 0, 9, 3, 7]),
+        "tid2eid": (torch.arange(30, dtype=torch.int32) % 8).view(10, 3), "num_fused_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+    }  # fmt: skip
+    yield "topk varlen", fi_core.top_k_varlen, lambda: {
+        "logits": rand(6, 64, dtype=F32, device="cpu"), "seq_lens": _ints(64, 2, 17), "top_k": 8, "next_n": 2,
+        "return_values": True,
+    }  # fmt: skip
+    yield "nvfp4 rows", fi_core.nvfp4_kv_dequantize, lambda: {
+        "fp4_data": _bytes(7, 48), "block_scales": _bytes(7, 6), "global_scale": torch.ones(1),
+    }  # fmt: skip
+    yield "nvfp4 pages", fi_core.nvfp4_kv_dequantize_paged, _pages

@@ -191,6 +191,8 @@ def bf16_call(op: Op) -> dict[str, Any]:
         usual: dict[str, Any] = {"Tensor": tensor, "int": 0, "float": 0.0, "bool": False}
         number = argument.kind in ("int", "float", "bool") and argument.default is not REQUIRED
         found[argument.name] = argument.default if number else usual.get(argument.kind)
+        if argument.is_tensor and argument.name in ("k", "v"):  # v is None where k is a cache of both
+            found[argument.name] = tensor
     return found
 
 

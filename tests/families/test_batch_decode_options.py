@@ -175,7 +175,7 @@ CALL = (
         ({"q_scale": "big"}, TypeError, "bmm1_scale must be a dense tensor"),
         ({"kv_cache_sf": torch.ones(1)}, ValueError, "kv_cache_sf: paged_kv_cache of uint8, which is NVFP4"),
         ({"kv_data_type": torch.uint8}, ValueError, "kv_data_type torch.uint8 was planned; got torch.float16"),
-        ({"page_size": 8}, ValueError, "paged_kv_cache: page_size 8 .* were planned"),
+        ({"page_size": 32}, ValueError, "paged_kv_cache: page_size 32 .* were planned"),
         ({"page_size": 0}, ValueError, "page_size: at least 1"),
         ({"num_qo_heads": 5}, ValueError, r"num_qo_heads: a positive multiple of num_kv_heads \(2\)"),
         ({"num_qo_heads": 1 << 62}, ValueError, r"num_qo_heads: a positive multiple of .*, at most 65536, is required"),

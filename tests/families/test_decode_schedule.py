@@ -116,10 +116,10 @@ def check(
         assert all(a < b for a, b in edges) or first == end
         if len(splits) > 1:
             partials += [s.partial for s in splits]
-    assert len(set(partials)) == len(partials) and all(0 <= s < buffers.workspace.shape[0] for s in partials)
+    assert len(set(partials)) == len(partials) and all(0 <= s < buffers.partials.shape[0] for s in partials)
     offset = HEADER + (buffers.num_ranges + 1) * WORDS + 4 * len(lengths)
     counters = buffers.schedule[offset:]
-    assert len(counters) >= buffers.workspace.shape[0] and (counters == 0).all(), "one counter per partial"
+    assert len(counters) >= buffers.partials.shape[0] and (counters == 0).all(), "one counter per partial"
 
 
 @settings(max_examples=150, deadline=None, database=None)

@@ -251,7 +251,8 @@ def test_one_request_needs_no_tables(
     single = fi_core.single_prefill_with_kv_cache_return_lse(b.q, k, v, kv_layout=kv_layout, **options)
     out, lse = torch.empty_like(single[0]), torch.empty_like(single[1])
     scale = (dims[0] ** -0.5, None)
-    attend_once(out, lse, b.q, k, v, int(kv_layout == "HND"), 1, pages_per_request=333, score_scale=scale, **options)
+    given = {name.removeprefix("logits_"): value for name, value in options.items()}
+    attend_once(out, lse, b.q, k, v, int(kv_layout == "HND"), 1, pages_per_request=333, sm_scale=scale, **given)
     for got, got_lse in (single, (out, lse)):
         assert_close(got, want)
         assert_close(got_lse, want_lse, tolerance=LSE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.runtime.launch.operator import multiprocessors_of, operator, operators, target_of
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least, exactly
@@ -129,7 +129,7 @@ class MlaPlan(NamedTuple):
 
     workspace: torch.Tensor
     schedule: torch.Tensor
-    page_indices: torch.Tensor
+    page_indices: Any
     batch_size: int
     max_ranges: int
     narrow_ranges: int

@@ -141,7 +141,7 @@ class BatchWrapper(PinnedMirror, PlanState):
         plan = self._plan
         for name, value in fields.items():
             had = getattr(plan, name)
-            if had is not value and not (type(value) in (int, float) and had == value):
+            if had is not value and not ({type(had), type(value)} <= {int, float} and had == value):
                 self._plan, self._call = plan._replace(**fields), None
                 break
         return self._plan

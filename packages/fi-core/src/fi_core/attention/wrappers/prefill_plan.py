@@ -55,6 +55,7 @@ class BatchPrefillPlan(BatchWrapper):
     _plan: PrefillPlan
     _causal, _qo_indptr_last, _kv_indptr_last = of_plan("causal"), of_plan("rows"), of_plan("kv_last")
     _qo_indptr_buf, _kv_indptr_buf = of_plan("qo_indptr"), of_plan("indptr")
+    _head_dim_qk, _head_dim_vo = of_plan("head_dim_qk"), of_plan("head_dim_vo")
     _custom_mask_buf, _mask_indptr_buf = of_plan("mask"), of_plan("mask_indptr")
     _prefix_len_ptr, _max_item_len_ptr = of_plan("prefix_len"), of_plan("longest_item")
     _token_pos_in_items_ptr, _token_pos_in_items_len = of_plan("item_positions"), of_plan("items_len")

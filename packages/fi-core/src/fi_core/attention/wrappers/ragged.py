@@ -130,6 +130,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         Raises:
             NotImplementedError: another v_indptr or o_indptr.
         """
+        self._forget_plan()
         head_dim_vo = head_dim_vo or head_dim_qk
         self._begin_plan(num_qo_heads, num_kv_heads, 1, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
         _require_same("v_indptr", v_indptr, "kv_indptr", kv_indptr)
@@ -210,7 +211,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         try:
             if k.ndim != 3 or v.ndim != 3:
                 raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
-        except AttributeError as error:
+        except (AttributeError, RuntimeError) as error:
             blame(error, q=q, k=k, v=v)
         return self._attend(
             q, k, v, args, (q_scale, k_scale, v_scale), (out, lse, return_lse), (lse_base, lse_layout),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fi_core.compat.backend import named_backends
 from fi_core.observe.log import fi_api
 from fi_core.topk import top_k_ragged_transform
+from fi_core.utils import check_shape_dtype_device
 
 if TYPE_CHECKING:
     from typing import Any
@@ -65,6 +66,11 @@ def top_k_varlen(
             f"logits must have shape [{next_n} * requests, width] for seq_lens [requests]; got {list(logits.shape)} "
             f"and {list(seq_lens.shape)}"
         )
+    if not logits.shape[1]:
+        raise ValueError(f"logits must have one column or more; got {list(logits.shape)}")
+    for name, x, dtype in (("out_indices", out_indices, torch.int32), ("out_values", out_values, logits.dtype)):
+        if x is not None:
+            check_shape_dtype_device(x, (logits.shape[0], top_k), dtype, logits.device, name)
     step = torch.arange(1 - next_n, 1, device=logits.device)
     columns = (seq_lens[:, None] + step).div(compress_ratio, rounding_mode="floor").clamp(0, logits.shape[1])
     lengths = columns.int().flatten()

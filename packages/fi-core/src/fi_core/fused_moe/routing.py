@@ -184,10 +184,22 @@ def hash_topk(
         raise ValueError(f"num_fused_shared_experts must be 0 or 1; got {num_fused_shared_experts}")
     if num_fused_shared_experts and not 0 < routed_scaling_factor < float("inf"):
         raise ValueError(f"routed_scaling_factor must be positive and finite; got {routed_scaling_factor}")
+    experts = router_logits.shape[1]
+    if not 0 < experts < 1 << 31:
+        raise ValueError(f"router_logits must have 1 to 2^31 - 1 experts; got {list(router_logits.shape)}")
+    if router_logits.device.type == "cpu":  # elsewhere that would wait for the device
+        _check_range("input_ids", input_ids, len(tid2eid))
+        _check_range("tid2eid", tid2eid, experts)
     ids = tid2eid[input_ids]
     weights = torch.nn.functional.softplus(router_logits.gather(1, ids.long())).sqrt()
     weights = weights / weights.sum(1, keepdim=True)
     if num_fused_shared_experts:
-        ids = torch.nn.functional.pad(ids, (0, 1), value=router_logits.shape[1])
+        ids = torch.nn.functional.pad(ids, (0, 1), value=experts)
         weights = torch.nn.functional.pad(weights, (0, 1), value=1 / routed_scaling_factor)
     return weights, ids
+
+
+def _check_range(name: str, x: torch.Tensor, end: int) -> None:
+    """Raises ValueError unless all are in 0..end - 1."""
+    if x.numel() and not (int(x.min()) >= 0 and int(x.max()) < end):
+        raise ValueError(f"{name} must be in 0..{end - 1}; got {int(x.min())} to {int(x.max())}")

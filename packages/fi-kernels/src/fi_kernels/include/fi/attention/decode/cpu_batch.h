@@ -57,7 +57,6 @@ class CpuBatchDecode {
   // `max_heads` work tiles, of consecutive heads and the same keys.
   template <class F>
   void for_each_work_tile(int64_t begin, int64_t end, int32_t max_heads, F&& f) const {
-    const Mask& mask = params_.problem.mask;
     const int64_t groups = params_.schedule.header().range_groups, ranges_per_group = ranges() / groups;
     DecodeTileScheduler schedulers[kDecodeQTile];
     DecodeWorkTile work_tiles[kDecodeQTile];

@@ -4,6 +4,7 @@
 #include <initializer_list>
 #include <numeric>
 
+#include "fi/attention/contract.h"
 #include "fi/attention/prefill/batch_prefill.h"
 #include "fi/generated/batch_prefill.h"
 

@@ -172,7 +172,7 @@ class File:
                 if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.args:
                     module = node.value.args[0]
                     if isinstance(module, ast.Constant) and str(module.value).split(".")[0] == LIBRARY:
-                        local |= {ast.unparse(target): module.value for target in node.targets}
+                        local |= {ast.unparse(target): str(module.value) for target in node.targets}
                 elif isinstance(node, ast.comprehension):
                     listed[ast.unparse(node.target)] = texts(node.iter)
                 elif isinstance(node, ast.List):  # of (module, name), which a loop looks up

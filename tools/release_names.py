@@ -61,7 +61,9 @@ class Release:
                     if alias.name != "*":
                         found[alias.asname or alias.name] = (source, alias.name)
                     elif source in self.sources:
-                        found = {n: (source, n) for n in self.bound(source) if not n.startswith("_")} | found
+                        for n in self.bound(source):
+                            if not n.startswith("_"):
+                                found.setdefault(n, (source, n))
             elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 found[node.name] = node
             elif isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -154,7 +156,7 @@ def public(release: Release) -> dict[Definition, set[str]]:
 
 def api_all(release: Release, module: str) -> set[str]:
     node = release.bound(module).get("__all__")
-    return {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)} if isinstance(node, ast.AST) else set()
+    return {str(n.value) for n in ast.walk(node) if isinstance(n, ast.Constant)} if isinstance(node, ast.AST) else set()
 
 
 def arguments(node: ast.FunctionDef, method: bool = False) -> str:

@@ -49,18 +49,23 @@ class Launches(Protocol):
 
     def add(self, op: Op, *values: Any, **named: Any) -> None:
         """Launches an op with these arguments."""
+        ...
 
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for what lies between the kernels of this call."""
+        ...
 
     def result(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A new tensor, which the function returns."""
+        ...
 
     def constant(self, x: torch.Tensor) -> torch.Tensor:
         """A tensor whose contents never change, and which is no argument of the call."""
+        ...
 
     def address(self, x: torch.Tensor) -> int:
         """Of the first element, modulo 256."""
+        ...
 
 
 class AtOnce:

@@ -20,7 +20,7 @@ def problems() -> list[str]:
         if not kernels and any(aot.specs(operator.op, CPU)):
             wrong.append(f"{name} did not run")
         wrong += [
-            f"{k.spec} is from {f.origin}" for k in kernels for f in k.origins.values() if f.origin != "fi-jit-cache"
+            f"{k.name} is from {f.origin}" for k in kernels for f in k.origins.values() if f.origin != "fi-jit-cache"
         ]
     return wrong + [f"{path} was written" for path in written() - BEFORE]
 

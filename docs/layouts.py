@@ -116,5 +116,6 @@ def backends(row: Row) -> tuple[str, ...]:
     if row.backends:
         return (*row.backends, *(("trtllm",) if row.shuffled else ()))
     module, _, name = f"fi_core.{row.function}".rpartition(".")
-    query = getattr(getattr(importlib.import_module(module), name), "is_backend_supported", None)
+    home = vars(importlib.import_module("fi_core"))["_HOME"].get(name, module) if module == "fi_core" else module
+    query = getattr(vars(importlib.import_module(home))[name], "is_backend_supported", None)  # without torch
     return tuple(query.__self__.backends) or ("",) if query else ("",)

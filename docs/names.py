@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 from typing import Any, NamedTuple
 
@@ -62,6 +64,15 @@ def differences(theirs: inspect.Signature, ours: inspect.Signature) -> list[str]
 _LITERALS = (str, int, float, bool, type(None), tuple)
 
 
+def _resolved(path: str) -> Any:
+    """The object of a name, without torch, which the package itself imports for its own names."""
+    from fi_core.compat import lacking
+
+    first, *rest = path.split(".")
+    home = vars(importlib.import_module("fi_core"))["_HOME"].get(first)
+    return functools.reduce(getattr, (first, *rest), importlib.import_module(home)) if home else lacking.resolve(path)
+
+
 def compared() -> dict[str, list[str]]:
     """What differs, by the path of each name that fi has: its parameters, or that a member of a class is missing."""
     from fi_core.compat import lacking, names
@@ -70,7 +81,7 @@ def compared() -> dict[str, list[str]]:
     for path, entry in names.read().items():
         if entry.kind == "here" and not entry.same:
             try:
-                value = lacking.resolve(path)
+                value = _resolved(path)
                 theirs = None if entry.parameters is None else lacking.parameters(entry.parameters)
                 found[path] = [] if theirs is None else differences(theirs, inspect.signature(value))
             except AttributeError:

@@ -117,3 +117,12 @@ def host_time_table() -> str:
     best = {(row["call"], row["mode"]): min(row["loop_new_us"]) for row in rows("host-time") if "call" in row}
     lines = [(name, f"{best[call, 'infer']:.1f}", f"{best[call, 'grad']:.1f}") for call, name in CALLS.items()]
     return table(("call", "`torch.inference_mode()` us", "autograd records us"), lines)
+
+
+def launch_layer_table() -> str:
+    """Host and GPU time of calls before and after requests were made in C++; the best of the rounds."""
+    lines = []
+    for row in rows("launch-layer", "h100"):
+        before, now = min(row["before_us"]), min(row["us"])
+        lines.append((row["call"], row["time"], number(before), number(now), f"{now / before:.2f}"))
+    return table(("call", "time", "before us", "us", "ratio"), lines)

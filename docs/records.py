@@ -30,8 +30,8 @@ class Result(NamedTuple):
         return self.best / self.fi
 
 
-def rows(name: str) -> list[dict[str, Any]]:
-    text = (ROOT / "benchmarks" / "results" / f"h200-{name}.jsonl").read_text()
+def rows(name: str, card: str = "h200") -> list[dict[str, Any]]:
+    text = (ROOT / "benchmarks" / "results" / f"{card}-{name}.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 
 

@@ -286,6 +286,7 @@ TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its
     "linear-attention-decode": layers.linear_decode_table,
     "linear-attention-channels": layers.channels_table,
     "host-time": layers.host_time_table,
+    "launch-layer": layers.launch_layer_table,
     "gemm-ceilings": ceilings.gemm_table,
     "moe-ceilings": ceilings.moe_table,
     "mla-ceilings": ceilings.mla_table,

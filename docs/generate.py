@@ -139,7 +139,8 @@ def support_matrix() -> str:
     known, targets = _known()
     by_name = {op.name: op for op in known}
     columns = [targets[0], *(target for target in targets[1:] if target.capability in (80, 90))]
-    operators = {id(function): name for name, found in registry.load().items() for function in (found, found.function)}
+    loaded = registry.load().items()
+    operators = {id(one): name for name, found in loaded for one in (found, found.function, found.op)}
     lines = [
         "# Support matrix",
         "",

@@ -54,7 +54,7 @@ def _reached(function: types.FunctionType) -> Iterator[Any]:
 
 
 def ops_of(value: Any, operators: dict[int, str]) -> list[str]:
-    """The ops that a public function or class may launch, nearest first. `operators`: op name by id of the operator."""
+    """The ops that a public function or class may launch, nearest first. operators: names by id, of ops too."""
     found: dict[str, None] = {}
     todo, seen = [value], set()
     while todo:
@@ -66,7 +66,7 @@ def ops_of(value: Any, operators: dict[int, str]) -> list[str]:
             found[operators[id(item)]] = None
             continue
         for function in _functions(item):
-            todo += [other for other in _reached(function) if callable(other) or inspect.isclass(other)]
+            todo += [other for other in _reached(function) if callable(other) or id(other) in operators]
     return list(found)
 
 

@@ -15,10 +15,10 @@ BOUNDS = {
     "arrows": 0,
     "spellings_decode": 8,
     "spellings_prefill": 8,
-    "positional": 12,
+    "positional": 3,
     "functions": 6,
     "long_functions": 0,
-    "private": 60,
+    "private": 59,
 }
 
 

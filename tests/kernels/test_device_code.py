@@ -60,10 +60,11 @@ NARROW = {
 }
 # Bytes of stack that kernels of an op may have, on one architecture or on all. MLA has two to twenty registers too few,
 # of 168 or 255; prepare_chunks has two too few but on sm_90 and sm_120, of the 96 that let an SM have five CTAs;
-# batch_prefill_mma for any head dim has two too few, of 255, on sm_89 alone.
+# batch_prefill_mma for any head dim has two too few, of 255, on sm_89, and on sm_90 where it reads e4m3.
 STACK = {
     "batch_mla": 80,
     "batch_prefill on sm_89": 8,
+    "batch_prefill by mma_sm80 on sm_90a": 8,
     "chunk_gated_delta_rule": 8,
     "concat_mla_k": 8,
     "moe_gather": 8,
@@ -201,6 +202,12 @@ def store_bits(spec: Spec, entry: str) -> int:
     return STORES.get(entry, STORES.get(spec.op.name, 128 // max(narrowing, 1)))
 
 
+def stack_of(spec: Spec) -> int:
+    """Bytes of stack that the kernels of a spec may have."""
+    op, target = spec.op.name, spec.target
+    return max(STACK.get(key, 0) for key in (op, f"{op} on {target}", f"{op} by {spec.implementation} on {target}"))
+
+
 def by_name(spec: Spec) -> str:
     return spec.name
 
@@ -208,7 +215,7 @@ def by_name(spec: Spec) -> str:
 @pytest.mark.parametrize("spec", CHECKED, ids=by_name)
 def test_registers_suffice_and_the_compiler_is_content(spec: Spec) -> None:
     binary = image(spec)
-    found = complaints(binary, STACK.get(f"{spec.op.name} on {spec.target}", STACK.get(spec.op.name, 0)))
+    found = complaints(binary, stack_of(spec))
     assert not found, "\n".join(found)
     assert binary.stat().st_size <= LARGEST_FILE
 
@@ -222,7 +229,7 @@ def test_memory_is_accessed_by_128_bits(spec: Spec) -> None:
     for name, instructions in code.items():
         assert "EXIT" in instructions
         local = [i for i in instructions if i.split(".")[0] in ("LDL", "STL")]
-        assert local == [] or spec.op.name in STACK, f"{name} uses local memory"
+        assert local == [] or stack_of(spec), f"{name} uses local memory"
         if not narrow.fullmatch(name):
             loads[name] = widest(instructions, "LDG", "LD", "LDGSTS", "UTMALDG", "UBLKCP")
             stores[name] = widest(instructions, "STG", "UTMASTG", "UBLKCP")

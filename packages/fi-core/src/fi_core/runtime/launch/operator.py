@@ -190,11 +190,12 @@ class Operator:
         request, words = self._request(found, device)
         choice = choose(request)
         lesson = [self._number(choice), self._kernel(choice, device).number, *words]
-        if found not in self._learned:
-            if len(self._learned) >= _MOST_REQUESTS:
-                self.forget()
-            self._learned.add(found)
-            self.module(device)["learn"](*lesson)
+        with self._lock:  # a thread that finds it learned calls at once
+            if found not in self._learned:
+                if len(self._learned) >= _MOST_REQUESTS:
+                    self.forget()
+                self.module(device)["learn"](*lesson)
+                self._learned.add(found)
         return lesson
 
     def _missed(self, found: str | None, arguments: tuple[Any, ...], wrapped: bool) -> Choice | None:

@@ -334,7 +334,7 @@ def plans_launches(
         at_once = f"return function(AtOnce({first}.device, {workspace}), {values})"
         body = [
             "try:",
-            "    if not modes() and not is_rehearsing():",
+            "    if not modes() and not is_rehearsing() and not checks_signs():",
             f"        given = {', '.join(map(_unpacked, tensors))},",
             "        if not (records() and any(x is not None and x.requires_grad for x in given)):",
             f"            key = {first}.shape, {first}.get_device(), {out} is None, {', '.join(numbers)}",
@@ -377,14 +377,12 @@ class _Plans:
         self.known: dict[Any, tuple[LaunchPlan, ...] | None] = {}  # None: calls are not planned
         self.scope: dict[str, Any] = {
             "modes": self._begin, "records": None, "known": self.known, "make": self._make, "recover": self._recover,
-            "function": function, "AtOnce": AtOnce, "is_rehearsing": is_rehearsing,
+            "function": function, "AtOnce": AtOnce, "is_rehearsing": is_rehearsing, "checks_signs": checks_signs,
         }  # fmt: skip
 
     def _begin(self) -> int:
         """Takes the place of `modes` until the first call: declaring functions must not import torch."""
         self.scope.update(torch_op.signals())
-        if checks_signs():
-            self.scope["modes"] = lambda: 1
         return self.scope["modes"]()  # type: ignore[no-any-return]
 
     def _make(self, key: Any, device: torch.device, values: tuple[Any, ...]) -> Any:

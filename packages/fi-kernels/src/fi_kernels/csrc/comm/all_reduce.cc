@@ -68,6 +68,15 @@ AllReduceRequest request_of(const AllReduceArgs& a) {
   return {a.input.dtype(), output, a.scatter ? Form::kScatter : a.shots == 1 ? Form::kOneShot : Form::kTwoShot};
 }
 
+#if FI_CUDA
+const Entry& tile(const Kernel& kernel, int64_t world, int64_t vectors) {
+  return kernel.first_entry([&](const Entry& entry) {
+    const auto config = AllReduceConfig::of(entry);
+    return config.max_world >= world && config.vecs * entry.threads >= vectors;
+  });
+}
+#endif
+
 void all_reduce(const Kernel& kernel, const AllReduceArgs& a) {
   // 1 check
   a.input.is({kF16, kBF16, kF32}).contiguous();
@@ -149,10 +158,7 @@ void all_reduce(const Kernel& kernel, const AllReduceArgs& a) {
   // A piece of a flat message is a CTA's: 256 threads for small ones, which 512 slow down, and 512 from 2 MB on, where
   // more bytes in flight count (docs/notes/comm-messages.md).
   const int64_t vectors = norm ? d / vec : std::min<int64_t>(message, message * 16 <= 2 << 20 ? 256 : 512);
-  const Entry& entry = kernel.first_entry([&](const Entry& candidate) {
-    const auto config = AllReduceConfig::of(candidate);
-    return config.max_world >= world && config.vecs * candidate.threads >= vectors;
-  });
+  const Entry& entry = tile(kernel, world, vectors);
   const int64_t vecs = AllReduceConfig::of(entry).vecs, threads = (vectors + vecs * 32 - 1) / (vecs * 32) * 32;
   const int64_t rows = (message + vectors - 1) / vectors;
   const int64_t at_once = rows_at_once(form, rows, vectors, world, p.comm.rotation_bytes);

@@ -13,6 +13,12 @@
 namespace fi {
 namespace {
 
+#if FI_CUDA
+const Entry& tile(const Kernel& kernel, int64_t vec) {
+  return kernel.first_entry([&](const Entry& entry) { return ConcatMlaKConfig::of(entry).vec_bytes <= vec; });
+}
+#endif
+
 void concat_mla_k(const Kernel& kernel, const ConcatMlaKArgs& a) {
   // 1 check
   Dim n{"n"}, heads{"heads"}, nope{"nope"}, rope{"rope"}, one{"1", 1};
@@ -41,8 +47,7 @@ void concat_mla_k(const Kernel& kernel, const ConcatMlaKArgs& a) {
   p.width = divisor(static_cast<uint32_t>(width * bytes / vec));
   p.nope = static_cast<int32_t>(nope * bytes / vec);
   p.vectors = static_cast<int32_t>(vectors);
-  const Entry& entry =
-      kernel.first_entry([&](const Entry& candidate) { return ConcatMlaKConfig::of(candidate).vec_bytes <= vec; });
+  const Entry& entry = tile(kernel, vec);
   Launch launch{n};
   launch.pdl = kernel.pdl(a.enable_pdl);
   kernel.launch(entry, launch, a.k.device(), p);

@@ -118,8 +118,7 @@ int32_t unit_heads(const ChunkGatedDeltaRuleParams& p, int64_t matrices, int64_t
 }
 
 // The entry with the most columns of a state for each CTA that fits an SM and still gives each one a CTA.
-const Entry& states_entry(const Kernel& kernel, DLDevice device, int64_t states, int64_t dim_v,
-                          int64_t multiprocessors) {
+const Entry& tile(const Kernel& kernel, DLDevice device, int64_t states, int64_t dim_v, int64_t multiprocessors) {
   const Entry* best = nullptr;
   const int64_t limit = kernel.shared_limit(device);
   for (const Entry& entry : kernel.entries) {
@@ -269,7 +268,7 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
     start(map, segments * heads * p.map_slices.value);
     start(entry_of(kernel, kCarry), sequences * heads * (dim_v / 8));
   }
-  const Entry& states = states_entry(kernel, a.q.device(), segments * heads, dim_v, multiprocessors);
+  const Entry& states = tile(kernel, a.q.device(), segments * heads, dim_v, multiprocessors);
   p.slices = divisor(static_cast<uint32_t>(dim_v / ChunkGatedDeltaRuleConfig::of(states).columns));
   start(states, segments * heads * p.slices.value);
 #else

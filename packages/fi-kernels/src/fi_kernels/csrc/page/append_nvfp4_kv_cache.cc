@@ -20,9 +20,12 @@ bool aligned(const Tensor& rows, const Tensor& cache) {
   return rows.row_alignment(16) == 16 && cache.row_alignment(8) == 8;
 }
 
+const Entry& tile(const Kernel& kernel, bool is_aligned) {
+  return kernel.first_entry([&](const Entry& e) { return is_aligned || !AppendNvfp4KvCacheConfig::of(e).aligned; });
+}
+
 void launch_append(const Kernel& kernel, Nvfp4AppendParams& p, bool is_aligned, DLDevice device) {
-  const Entry& entry =
-      kernel.first_entry([&](const Entry& e) { return is_aligned || !AppendNvfp4KvCacheConfig::of(e).aligned; });
+  const Entry& entry = tile(kernel, is_aligned);
   const RowTile tile(int64_t{p.heads} * (p.k.blocks + p.v.blocks), entry.threads);
   p.threads_per_row = static_cast<int32_t>(tile.lanes);
   Launch launch{(p.rows + tile.rows - 1) / tile.rows, tile.parts};

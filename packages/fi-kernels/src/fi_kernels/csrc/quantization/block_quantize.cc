@@ -80,6 +80,14 @@ BlockQuantizeRequest request_of(const BlockQuantizeArgs& a) {
   return {a.input.dtype(), out, a.block_size, static_cast<BlockQuantizeRequest::Scale>(a.scale_format), a.gated};
 }
 
+#if FI_CUDA
+const Entry& tile(const Kernel& kernel, const BlockQuantizeArgs& a, const BlockQuantizeParams& p, int64_t out_bytes) {
+  const bool aligned = a.input.alignment(16, {p.input_row_stride, p.input_batch_stride, p.columns}) == 16 &&
+                       a.out.alignment(out_bytes, {p.out_row_stride, p.out_batch_stride}) == out_bytes;
+  return kernel.first_entry([&](const Entry& e) { return aligned || !BlockQuantizeConfig::of(e).aligned; });
+}
+#endif
+
 void block_quantize(const Kernel& kernel, const BlockQuantizeArgs& a) {
   // 1 check
   a.input.is({kF16, kBF16, kF32, kE4M3});
@@ -124,11 +132,7 @@ void block_quantize(const Kernel& kernel, const BlockQuantizeArgs& a) {
   const int64_t groups = p.padded_rows / 128 * 32 + std::min(32, p.padded_rows % 128);
   FI_CHECK(groups * chunks <= 0x7fffffff, ValueError, "input is too large: got shape %s", a.input.shape_str().c_str());
   p.chunks = divisor(static_cast<uint32_t>(chunks));
-  const int64_t out_bytes = kChunk / values_per_byte;
-  const bool aligned = a.input.alignment(16, {p.input_row_stride, p.input_batch_stride, p.columns}) == 16 &&
-                       a.out.alignment(out_bytes, {p.out_row_stride, p.out_batch_stride}) == out_bytes;
-  const Entry& entry =
-      kernel.first_entry([&](const Entry& e) { return aligned || !BlockQuantizeConfig::of(e).aligned; });
+  const Entry& entry = tile(kernel, a, p, kChunk / values_per_byte);
   Launch launch{(groups * chunks + entry.threads - 1) / entry.threads, p.batch};
   launch.pdl = kernel.pdl(a.enable_pdl);
   kernel.launch(entry, launch, a.input.device(), p);

@@ -26,6 +26,11 @@ void run_cpu(const BlockScaleInterleaveParams& p, int64_t padded_rows, int64_t a
     }
   });
 }
+#else
+const Entry& tile(const Kernel& kernel, bool aligned) {
+  return kernel.first_entry(
+      [&](const Entry& e) { return aligned || BlockScaleInterleaveConfig::of(e).columns_per_thread == 4; });
+}
 #endif
 
 BlockScaleInterleaveRequest request_of(const BlockScaleInterleaveArgs& a) { return {a.input.dtype()}; }
@@ -55,9 +60,7 @@ void block_scale_interleave(const Kernel& kernel, const BlockScaleInterleaveArgs
 #if FI_CUDA
   FI_CHECK(a.out.alignment(16, {}) == 16, ValueError, "out must start at a multiple of 16 bytes; got address %p",
            a.out.data());
-  const bool aligned = a.input.alignment(16, {p.columns}) == 16;
-  const Entry& entry = kernel.first_entry(
-      [&](const Entry& e) { return aligned || BlockScaleInterleaveConfig::of(e).columns_per_thread == 4; });
+  const Entry& entry = tile(kernel, a.input.alignment(16, {p.columns}) == 16);
   const int64_t chunks_per_row = p.padded_columns / BlockScaleInterleaveConfig::of(entry).columns_per_thread;
   p.chunks = all_strips * 32 * chunks_per_row;
   FI_CHECK(p.chunks <= 0x7fffffff, ValueError, "input is too large: got shape %s", a.input.shape_str().c_str());

@@ -17,18 +17,13 @@ namespace fi {
 namespace {
 
 #if FI_CUDA
-// Entries are in order of preference. The entry with 8 elements per thread supports segments and any alignment; an
-// entry with more supports one segment with x aligned to 16 bytes and y to 2.
-void launch_packbits(const Kernel& kernel, const PackbitsParams& p, DLDevice device) {
+// The entry with 8 elements per thread supports segments and any alignment; an entry with more supports one segment
+// with x aligned to 16 bytes and y to 2.
+const Entry& tile(const Kernel& kernel, const PackbitsParams& p) {
   const bool vectorizable =
       !p.indptr && reinterpret_cast<uint64_t>(p.x) % 16 == 0 && reinterpret_cast<uint64_t>(p.y) % 2 == 0;
-  for (const Entry& entry : kernel.entries) {
-    const int64_t elements_per_thread = PackbitsConfig::of(entry).elements_per_thread;
-    if (elements_per_thread > 8 && !vectorizable) continue;
-    const int64_t threads = (p.bytes * 8 + elements_per_thread - 1) / elements_per_thread;
-    return kernel.launch_threads(entry, threads, device, p);
-  }
-  raise("RuntimeError", "no kernel entry supports x and y");
+  return kernel.first_entry(
+      [&](const Entry& entry) { return vectorizable || PackbitsConfig::of(entry).elements_per_thread <= 8; });
 }
 #else
 FI_CLONES void pack_bytes(const uint8_t* x, uint8_t* y, int64_t bytes, bool big_endian) {
@@ -102,7 +97,9 @@ void packbits(const Kernel& kernel, const PackbitsArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  launch_packbits(kernel, p, a.x.device());
+  const Entry& entry = tile(kernel, p);
+  const int64_t elements = PackbitsConfig::of(entry).elements_per_thread;
+  kernel.launch_threads(entry, (p.bytes * 8 + elements - 1) / elements, a.x.device(), p);
 #else
   (void)kernel;
   run_cpu(p);

@@ -54,7 +54,7 @@ def attention(calls: list[Call]) -> Call:
 
 def test_few_rows_run_one_cta_on_each_sm(mla: Mla) -> None:
     launch = attention(mla(16, 1, "narrow_sm90"))
-    assert launch["name"] == "batch_mla_teams" and launch["grid"] == [RANGES, 1, 1]
+    assert launch["name"] == "batch_mla_ping_pong" and launch["grid"] == [RANGES, 1, 1]
     p = parameters(launch, "BatchMlaParams")
     assert (p["tile_rows"], p["cluster"], p["schedule"]) == (16, 1, SCHEDULE)
 
@@ -63,7 +63,7 @@ def test_few_rows_swap_operands_where_tma_loads_tiles(mla: Mla) -> None:
     launch = attention(mla(16, 64, "narrow_sm90"))
     assert launch["name"] == "batch_mla_swapped" and launch["grid"] == [RANGES, 1, 1]
     without_rope = {"q_pe": Tensor(Q, (BATCH, 16, 0), "bf16", (1, 1, 1)), "kpe_cache": Tensor(CKV, (32, 64, 0), "bf16")}
-    assert attention(mla(16, 64, "narrow_sm90", **without_rope))["name"] == "batch_mla_teams"
+    assert attention(mla(16, 64, "narrow_sm90", **without_rope))["name"] == "batch_mla_ping_pong"
 
 
 def test_many_heads_run_in_pairs_of_ctas_with_the_second_schedule(mla: Mla) -> None:
@@ -89,7 +89,7 @@ def test_rows_of_656_bytes_have_a_rotary_part_of_their_own_type(mla: Mla) -> Non
         "kpe_cache": Tensor(CKV + 528, (32, 64, 64), "bf16", (328 * 64, 328, 1)),
         "ckv_scales": Tensor(CKV + 512, (32, 64, 4), "f32", (164 * 64, 164, 1)),
     }
-    for heads, implementation, name in ((128, "wgmma_fp8_sm90", "wgmma_gather"), (16, "narrow_sm90", "teams")):
+    for heads, implementation, name in ((128, "wgmma_fp8_sm90", "wgmma_gather"), (16, "narrow_sm90", "ping_pong")):
         launch = attention(mla(heads, 64, implementation, **caches))
         assert launch["name"] == f"batch_mla_{name}"
         p = parameters(launch, "BatchMlaParams")

@@ -92,7 +92,7 @@ def _of_16_bits(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def widened(
+def dequantized(
     p: Launches, x: torch.Tensor, scales: torch.Tensor, format: block_scaled.Format, swizzled: bool
 ) -> torch.Tensor:
     """Input with block scales as bf16, without its global scale."""
@@ -149,7 +149,7 @@ def _nvfp4(
         alphas[0] = alpha1.reshape(-1).float()
         if input_sf is None:
             raise ValueError("input_sf must be given with fp4 input; got None")
-        x = widened(p, x, input_sf, block_scaled.NVFP4, swizzled)
+        x = dequantized(p, x, input_sf, block_scaled.NVFP4, swizzled)
     first, second = (
         Projection(_bytes(w), _bytes(s), mixed=Mixed(NVFP4, SfLayout.layout_128x4.value, alpha))
         for w, s, alpha in ((up, s1, alphas[0]), (down, s2, alphas[1]))
@@ -172,7 +172,7 @@ def _mxfp8(
     if x.dtype is torch.float8_e4m3fn:
         if input_sf is None:
             raise ValueError("input_sf must be given with float8_e4m3fn input; got None")
-        x = widened(p, x, input_sf, block_scaled.MXFP8, swizzled)
+        x = dequantized(p, x, input_sf, block_scaled.MXFP8, swizzled)
     first, second = (
         Projection(
             w if w.dtype is torch.float8_e4m3fn else _bytes(w),

@@ -48,7 +48,7 @@ def _experts(x, ids, weights, up, down, rounded=lambda x: x):  # type: ignore[no
     return out
 
 
-def _widened(weight, scale):  # type: ignore[no-untyped-def]
+def _dequantized(weight, scale):  # type: ignore[no-untyped-def]
     """e4m3 times scales of 128 x 128."""
     return weight.double() * scale.double().repeat_interleave(128, -2).repeat_interleave(128, -1)
 
@@ -71,7 +71,7 @@ def _plain_reference(  # type: ignore[no-untyped-def]
 def _blocks_reference(  # type: ignore[no-untyped-def]
     input, token_selected_experts, token_final_scales, fc1_expert_weights, fc2_expert_weights, fc1_scales, fc2_scales
 ):
-    up, down = _widened(fc1_expert_weights, fc1_scales), _widened(fc2_expert_weights, fc2_scales)
+    up, down = _dequantized(fc1_expert_weights, fc1_scales), _dequantized(fc2_expert_weights, fc2_scales)
     return _experts(input, token_selected_experts, token_final_scales, up, down, _to_e4m3_and_back)
 
 
@@ -80,7 +80,7 @@ def _routed_blocks_reference(  # type: ignore[no-untyped-def]
     gemm2_weights_scale, top_k, n_group, topk_group, routed_scaling_factor,
 ):  # fmt: skip
     weights, ids = _routing(routing_logits, routing_bias, n_group, topk_group, top_k, routed_scaling_factor)
-    up, down = _widened(gemm1_weights, gemm1_weights_scale), _widened(gemm2_weights, gemm2_weights_scale)
+    up, down = _dequantized(gemm1_weights, gemm1_weights_scale), _dequantized(gemm2_weights, gemm2_weights_scale)
     return _experts(hidden_states, ids, weights, up, down, _to_e4m3_and_back)
 
 
@@ -255,7 +255,7 @@ CUTLASS_BLOCKS = TraceTemplate(
         ),
     },
     outputs=CUTLASS.outputs,
-    reference=(_experts, _widened, _to_e4m3_and_back, _blocks_reference),
+    reference=(_experts, _dequantized, _to_e4m3_and_back, _blocks_reference),
     tags=("weights:fp8_block_scale",),
     op=_OF_RUN,
     make=_make_blocks,
@@ -282,7 +282,7 @@ TRTLLM_BLOCKS = TraceTemplate(
         "routed_scaling_factor": Scalar(),
     },
     outputs={"output": Tensor(["num_tokens", "hidden_size"], dtype="bfloat16")},
-    reference=(_routing, _experts, _widened, _to_e4m3_and_back, _routed_blocks_reference),
+    reference=(_routing, _experts, _dequantized, _to_e4m3_and_back, _routed_blocks_reference),
     op=("moe_route", *_OF_RUN),
     make=_make_trtllm,
     samples=samples({"num_tokens": (1, 9)}),

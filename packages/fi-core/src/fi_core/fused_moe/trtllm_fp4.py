@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fi_core.fused_moe.activations import activation_of
-from fi_core.fused_moe.formats import widened
+from fi_core.fused_moe.formats import dequantized
 from fi_core.fused_moe.layer import Layer, Mixed, Projection
 from fi_core.fused_moe.ops import MXFP4, NVFP4
 from fi_core.fused_moe.routing import Routed, route, unpacked
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _TILE = 128  # rows of the epilogue tile that shuffled weights are for
 
 
-def _widened(p: Launches, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def _dequantized(p: Launches, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """Tokens as 16-bit floats, without their global scale."""
     import torch
 
@@ -33,9 +33,9 @@ def _widened(p: Launches, x: torch.Tensor, scale: torch.Tensor | None) -> torch.
     if scale is None:
         raise ValueError(f"hidden_states_scale must be given with {x.dtype} hidden_states; got None")
     if x.dtype is torch.float8_e4m3fn:
-        return widened(p, x, scale, block_scaled.MXFP8, False)
+        return dequantized(p, x, scale, block_scaled.MXFP8, False)
     if x.dtype is torch.uint8:
-        return widened(p, x, scale, block_scaled.NVFP4, False)
+        return dequantized(p, x, scale, block_scaled.NVFP4, False)
     raise TypeError(f"hidden_states must be bfloat16, float8_e4m3fn or uint8 (fp4); got {x.dtype}")
 
 
@@ -76,7 +76,7 @@ def _run(
     linear, gate, last = factors
     if gate is not None and linear is not None and last is not None:
         last = last * (linear / gate)
-    x, found = _widened(p, hidden_states, hidden_states_scale), []
+    x, found = _dequantized(p, hidden_states, hidden_states_scale), []
     alternates = is_gated_activation(activation.kind)
     for name, w, factor, reorders in (
         ("gemm1_weights", up, gate, alternates), ("gemm2_weights", down, last, False),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fi_core.fused_moe import trace
 from fi_core.fused_moe.activations import activation_of
-from fi_core.fused_moe.formats import fp8_blocks, widened
+from fi_core.fused_moe.formats import dequantized, fp8_blocks
 from fi_core.fused_moe.layer import Layer, Mixed, Projection
 from fi_core.fused_moe.ops import MXFP8
 from fi_core.fused_moe.routing import Routed, route, unpacked
@@ -48,7 +48,7 @@ def _mx_layer(
     if x.dtype is torch.float8_e4m3fn:
         if x_scale is None:
             raise ValueError("hidden_states_scale must be given with float8_e4m3fn hidden_states; got None")
-        x = widened(p, x, x_scale, block_scaled.MXFP8, False)
+        x = dequantized(p, x, x_scale, block_scaled.MXFP8, False)
     mixed, found = Mixed(MXFP8, layout_of(shuffled).value), []
     for name, w, alternates in (("gemm1_weights", up, gated), ("gemm2_weights", down, False)):
         assert w.scale is not None

@@ -1,6 +1,6 @@
 """Products of 4-bit and 8-bit operands whose blocks of 16 or 32 values of k share a scale: NVFP4, MXFP4 and MXFP8.
 
-For few tokens on Hopper, one kernel reads fp4 weights and widens them in registers. Otherwise both operands become
+For few tokens on Hopper, one kernel reads fp4 weights and dequantizes them in registers. Otherwise both operands become
 bf16, which holds their values exactly, and meet in a bf16 product.
 """
 
@@ -224,7 +224,7 @@ def mm_fp4(
 ) -> torch.Tensor:
     """Computes `alpha * (a * a_descale) @ (b * b_descale)` of fp4 operands with fp32 sums.
 
-    Both operands are widened to bf16, which holds their values exactly; few tokens stream fp4 weights on Hopper.
+    Both operands are dequantized to bf16, which holds their values exactly; few tokens stream fp4 weights on Hopper.
 
     Args:
         a: `[m, k / 2]`, uint8: two e2m1 a byte, an even k in the lower half. k is a multiple of block_size; rows may be

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _COPY_BYTES = 16  # that addresses and strides of operands are multiples of
 _TOKENS = (8, 16)  # of a tile
-FEW_TOKENS = 128  # of a product that streams fp4 weights; more first widen them
+FEW_TOKENS = 128  # of a product that streams fp4 weights; for more they are dequantized first
 
 
 class GemmFp4Config(NamedTuple):
@@ -56,7 +56,7 @@ GEMM_FP4 = Op(
 gemm_fp4 = operator(GEMM_FP4)
 
 
-# By which op a product of bf16 tokens and fp4 weights is computed; `gemm` takes weights that were widened before.
+# By which op a product of bf16 tokens and fp4 weights is computed; `gemm` takes weights that are dequantized before.
 MULTIPLY_FP4 = Op(
     name="multiply_fp4",
     family="gemm",

@@ -53,7 +53,7 @@ class MlaKind(IntEnum):
     """The kernel that a kernel entry of batch_mla instantiates; `MlaKind` of launch.h."""
 
     MMA = 1  # mma.sync, keys by cp.async
-    TEAMS = 2  # mma.sync by two teams of warps, keys by cp.async of a producer warpgroup
+    PING_PONG = 2  # mma.sync by two alternating consumers, keys by cp.async of a producer warpgroup
     SWAPPED = 3  # wgmma with swapped operands, keys by TMA
     GATHER = 4  # wgmma, keys by cp.async, or from e4m3 by way of registers
     TMA = 5  # wgmma, keys by TMA
@@ -84,16 +84,16 @@ def _mma_unit(axes: Values) -> Unit:
 
 
 def _narrow_unit(axes: Values) -> Unit:
-    """wgmma with swapped operands for 16-bit caches in pages of 64 tokens; mma.sync by two teams for all others."""
+    """wgmma with swapped operands for 16-bit caches in pages of 64 tokens; else mma.sync by two consumers in turn."""
     q, kv = DTYPES[axes["q"]].device, DTYPES[axes["kv"]]
     stages, shared = 4 if kv.bytes == 1 else 5, 227 * 1024  # of 64 and of 32 keys; all of it
-    body = f"batch_mla_teams<{q}, {kv.device}, {stages}, {shared}>"
-    teams = Entry("batch_mla_teams", body, 640, MlaConfig(MlaKind.TEAMS, NARROW_ROWS), shared, 1)
+    body = f"batch_mla_ping_pong<{q}, {kv.device}, {stages}, {shared}>"
+    ping_pong = Entry("batch_mla_ping_pong", body, 640, MlaConfig(MlaKind.PING_PONG, NARROW_ROWS), shared, 1)
     if kv.bytes == 1:
-        return Unit("fi/attention/mla/batch_mla_teams_sm90.cuh", "BatchMlaParams", (teams,))
+        return Unit("fi/attention/mla/batch_mla_ping_pong_sm90.cuh", "BatchMlaParams", (ping_pong,))
     body = f"batch_mla_swapped<{q}, {shared}>"
     swapped = Entry("batch_mla_swapped", body, 384, MlaConfig(MlaKind.SWAPPED, NARROW_ROWS), shared, 1)
-    return Unit("fi/attention/mla/batch_mla_swapped_sm90.cuh", "BatchMlaParams", (swapped, teams))
+    return Unit("fi/attention/mla/batch_mla_swapped_sm90.cuh", "BatchMlaParams", (swapped, ping_pong))
 
 
 def _wgmma_unit(axes: Values) -> Unit:

@@ -23,7 +23,7 @@ float scale_of(const MoeMixedGemmParams& p, MixedFormat format, int64_t index) {
 }
 
 // Row j of the weight of an expert.
-void widen_row(const MoeMixedGemmParams& p, MixedFormat format, int64_t expert, int64_t j, float* out) {
+void dequantize_row(const MoeMixedGemmParams& p, MixedFormat format, int64_t expert, int64_t j, float* out) {
   const auto* row =
       static_cast<const uint8_t*>(p.problem.b) + expert * p.problem.b_batch_stride + j * p.problem.b_row_stride;
   const int32_t block = scale_block(format);
@@ -62,7 +62,7 @@ void run_cpu(const MoeMixedGemmParams& p, MixedFormat format, DType dtype) {
     }
     const float alpha = p.alpha ? p.alpha[e * p.alpha_stride] : 1.f;
     cpu::for_rows(q.n, q.k * (count + 4), q.k, [&](int64_t j, float* row) {
-      widen_row(p, format, e, j, row);
+      dequantize_row(p, format, e, j, row);
       for (int64_t r = 0; r < count; ++r) {
         const float sum = dot(row, x.data() + r * q.k, q.k) * alpha;
         store(&sum, static_cast<char*>(q.out) + ((first + r) * q.out_row_stride + j) * 2, 1);

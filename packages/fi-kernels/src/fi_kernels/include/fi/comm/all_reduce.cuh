@@ -43,7 +43,7 @@ FI_DEVICE void load_weight(const AllReduceParams& p, uint4 (&w)[kVecs]) {
 }
 
 template <int kVecs>
-FI_DEVICE void make_sendable(uint4 (&x)[kVecs]) {
+FI_DEVICE void remove_empty_words(uint4 (&x)[kVecs]) {
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) x[k] = without_empty_words(x[k]);
 }
@@ -128,7 +128,7 @@ FI_DEVICE void all_reduce_one_shot(const AllReduceParams& p) {
   RowVectors<kVecs>(p, row).load(p.input, x);
   const auto send = [&](int at, uint4(&values)[kVecs]) {
     const RowVectors<kVecs> vectors(p, at);
-    make_sendable(values);
+    remove_empty_words(values);
     if (exchange.failed) return;
 #pragma unroll
     for (int shift = 1; shift < kWorld; ++shift)
@@ -150,7 +150,7 @@ FI_DEVICE void all_reduce_one_shot(const AllReduceParams& p) {
     }
     if constexpr (kVecs == 4) {  // loaded again: registers for two rows do not suffice
       vectors.load(p.input, x);
-      make_sendable(x);
+      remove_empty_words(x);
     }
     if constexpr (kOutput != kReduceSum) vectors.load(p.residual_in, residual);
     emptier.some(kVecs * (kWorld - 1));
@@ -191,7 +191,7 @@ FI_DEVICE void all_reduce_two_shot(const AllReduceParams& p) {
       const RowVectors<kVecs> vectors(p, row);
       uint4 x[kVecs];
       vectors.load(p.input, x);
-      make_sendable(x);
+      remove_empty_words(x);
       vectors.send(exchange.data(peer) + inbox_of(c.rank, peer, c.world) * inbox_stride +
                        static_cast<int64_t>(group) * p.vectors,
                    x);
@@ -203,13 +203,13 @@ FI_DEVICE void all_reduce_two_shot(const AllReduceParams& p) {
     const RowVectors<kVecs> vectors(p, row);
     uint4 x[kVecs], residual[kVecs], s[kVecs];
     vectors.load(p.input, x);
-    make_sendable(x);
+    remove_empty_words(x);
     if constexpr (kOutput != kReduceSum) vectors.load(p.residual_in, residual);
     float sum[kVecs][ReducedRow<T>::kVec];
     receive_sum<T, kWorld>(exchange, vectors, exchange.data(c.rank) + static_cast<int64_t>(group) * p.vectors,
                            inbox_stride, x, sum);
     round_sum<T, kOutput>(sum, residual, s);
-    make_sendable(s);
+    remove_empty_words(s);
     if (!exchange.failed)
 #pragma unroll
       for (int shift = 1; shift < kWorld; ++shift)

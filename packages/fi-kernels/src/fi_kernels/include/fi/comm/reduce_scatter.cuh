@@ -26,7 +26,7 @@ FI_DEVICE void reduce_scatter(const AllReduceParams& p) {
       const int peer = (c.rank + shift) % c.world;
       uint4 x[kVecs];
       vectors.load(slice(peer), x);
-      make_sendable(x);
+      remove_empty_words(x);
       vectors.send(exchange.data(peer) + inbox_of(c.rank, peer, c.world) * p.total + vectors.first, x);
     }
   };
@@ -41,7 +41,7 @@ FI_DEVICE void reduce_scatter(const AllReduceParams& p) {
     const RowVectors<kVecs> vectors(p, row);
     uint4 x[kVecs], residual[kVecs], s[kVecs];
     vectors.load(slice(c.rank), x);
-    make_sendable(x);
+    remove_empty_words(x);
     if constexpr (kOutput != kReduceSum) vectors.load(p.residual_in, residual);
     float sum[kVecs][ReducedRow<T>::kVec];
     receive_sum<T, kWorld>(exchange, vectors, exchange.data(c.rank) + vectors.first, p.total, x, sum);

@@ -1,4 +1,4 @@
-// The mainloop of the expert GEMM on mxfp4 weights: warpgroups widen 64 rows of weights each to e4m3 in registers,
+// The mainloop of the expert GEMM on mxfp4 weights: warpgroups convert 64 rows of weights each to e4m3 in registers,
 // which are the first operand of wgmma. Tokens are sums of e4m3 parts, so no bit of a 16-bit token is lost.
 #pragma once
 #include "fi/cuda/pipeline_sm90.cuh"
@@ -12,9 +12,9 @@ namespace fi {
 // A stage has 256 k: 128 bytes of each of kWarpgroups * 64 rows of weights, and the parts of kTokens tokens
 // (TokenForm::kInParts). T: of tokens in memory.
 //
-// An instruction takes 32 k, the k that share a scale, so scales multiply sums in fp32: widening a weight to e4m3 costs
-// less than one instruction, to bf16 times its scale two and a half. A lane has eight neighbouring weights of a row,
-// the even ones in one register and the odd ones in another; tokens are stored in this order of k.
+// An instruction takes 32 k, the k that share a scale, so scales multiply sums in fp32: converting a weight to e4m3
+// costs less than one instruction, to bf16 times its scale two and a half. A lane has eight neighbouring weights of a
+// row, the even ones in one register and the odd ones in another; tokens are stored in this order of k.
 template <class T, int kTokens, int kWarpgroups, int kStages>
 struct Fp4Mainloop {
   static constexpr int kRows = 64 * kWarpgroups, kLine = kSwizzleLineBytes, kCount = kTokens / 2;
@@ -89,7 +89,7 @@ struct Fp4Mainloop {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) widen(words[2 * g + r], x[g][r], x[g][r + 2]);
+      for (int r = 0; r < 2; ++r) to_e4m3(words[2 * g + r], x[g][r], x[g][r + 2]);
     wgmma_fence();
     const uint64_t tokens = wgmma_further(a, stage * sizeof(operands.a[0]));
 #pragma unroll
@@ -142,7 +142,7 @@ struct Fp4Mainloop {
     }
   }
   // The bits of e2m1 are those of the exponent's lowest two and the mantissa's highest of an e4m3 of 2^-6 of the value.
-  FI_DEVICE static void widen(unsigned word, unsigned& even, unsigned& odd) {
+  FI_DEVICE static void to_e4m3(unsigned word, unsigned& even, unsigned& odd) {
     even = (word << 4 & 0x80808080u) | (word << 2 & 0x1c1c1c1cu);
     odd = (word & 0x80808080u) | (word >> 2 & 0x1c1c1c1cu);
   }

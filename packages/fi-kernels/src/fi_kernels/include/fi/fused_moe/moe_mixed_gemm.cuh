@@ -7,7 +7,7 @@
 #include "fi/cuda/ptx/global.cuh"
 #include "fi/cuda/ptx/mma_sm80.cuh"
 #include "fi/cuda/shared_memory.cuh"
-#include "fi/fused_moe/widen_weight.cuh"
+#include "fi/fused_moe/dequantize_weight.cuh"
 #include "fi/gemm/work_tiles.cuh"
 
 namespace fi {
@@ -119,7 +119,7 @@ struct MoeMixedGemm {
           words[0] = v % 2 ? own.z : own.x;
           words[1] = v % 2 ? own.w : own.y;
         }
-        widen_weights<kFormat, T>(words, scale_pair<kFormat, T>(w.scales[h][kScales == 1 ? 0 : v / 2]), a[h]);
+        dequantize_weights<kFormat, T>(words, scale_pair<kFormat, T>(w.scales[h][kScales == 1 ? 0 : v / 2]), a[h]);
       }
       const unsigned first[4] = {a[0][0], a[1][0], a[0][1], a[1][1]}, second[4] = {a[0][2], a[1][2], a[0][3], a[1][3]};
 #pragma unroll

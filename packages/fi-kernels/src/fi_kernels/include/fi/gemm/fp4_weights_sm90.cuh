@@ -16,7 +16,7 @@ FI_DEVICE unsigned multiply_bf16x2(unsigned a, unsigned b) {
 // An e2m1 is s e e m. With the sign at bit 15 and e e m at bits 8 to 6 it is a bf16, subnormals included. One
 // multiplication by 2^(a + 6) + 2^a puts both there, and a mask removes the rest; those of the highest four bits need a
 // shift only. 12 instructions, of which three run in the FMA pipe.
-FI_DEVICE void widen_e2m1(unsigned (&y)[4], unsigned word) {
+FI_DEVICE void dequantize_e2m1(unsigned (&y)[4], unsigned word) {
   constexpr unsigned kBits = 0x81c081c0u;
   const unsigned low = word >> 6;
   y[0] = (word & 0x000f000fu) * 0x1040u & kBits;

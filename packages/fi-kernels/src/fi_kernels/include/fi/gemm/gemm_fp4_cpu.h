@@ -13,7 +13,7 @@
 namespace fi::cpu {
 
 // One row of b. group: 16 k with e4m3 scales, or 32 with exponents.
-inline void widen_fp4_row(const GemmFp4Params& p, int32_t row, int32_t group, bf16_t* to) {
+inline void dequantize_fp4_row(const GemmFp4Params& p, int32_t row, int32_t group, bf16_t* to) {
   const uint8_t* codes = p.b + row * p.b_row_stride;
   // The 128x4 layout: tiles of 128 rows by 4 groups, with rows r, r + 32, r + 64, r + 96 beside each other.
   const uint8_t* scales = p.scales + int64_t{row / 128} * p.scale_tiles * 512 + row % 32 * 16 + row % 128 / 32 * 4;
@@ -39,7 +39,7 @@ inline void gemm_fp4(const GemmFp4Params& p, int32_t group, DType out) {
     const int64_t rows = std::min<int64_t>(kRows, p.n - first);
     parallel_for(rows, std::max<int64_t>(1, 16384 / k), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
-        widen_fp4_row(p, static_cast<int32_t>(first + i), group, weights.data() + i * k);
+        dequantize_fp4_row(p, static_cast<int32_t>(first + i), group, weights.data() + i * k);
     });
     GemmProblem q{};
     q.out = static_cast<char*>(p.out) + first * out.bytes();

@@ -241,7 +241,7 @@ struct GemmFp4 {
         unsigned y[2][4];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          widen_e2m1(y[h], w[b][h][word]);
+          dequantize_e2m1(y[h], w[b][h][word]);
           scale[b][h].multiply(y[h], word);
         }
         const unsigned even[4] = {y[0][0], y[1][0], y[0][1], y[1][1]}, odd[4] = {y[0][2], y[1][2], y[0][3], y[1][3]};

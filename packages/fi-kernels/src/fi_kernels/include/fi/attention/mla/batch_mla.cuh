@@ -3,8 +3,8 @@
 // columns.
 #pragma once
 #include "fi/attention/mla/batch_mla.h"
+#include "fi/attention/mla/mla_dequantize.cuh"
 #include "fi/attention/mla/mla_merge.cuh"
-#include "fi/attention/mla/mla_widen.cuh"
 #include "fi/cuda/convert.cuh"
 #include "fi/cuda/math.cuh"
 #include "fi/cuda/pack.cuh"
@@ -249,8 +249,10 @@ struct MlaMmaKernel {
           ldmatrix_x4_trans(b, from + n * 16);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            mma_m16n8k16(state.o[2 * (n + i)], a, widen(b[2 * i], kMlaEven), widen(b[2 * i + 1], kMlaEven), T());
-            mma_m16n8k16(state.o[2 * (n + i) + 1], a, widen(b[2 * i], kMlaOdd), widen(b[2 * i + 1], kMlaOdd), T());
+            mma_m16n8k16(state.o[2 * (n + i)], a, dequantize(b[2 * i], kMlaEven), dequantize(b[2 * i + 1], kMlaEven),
+                         T());
+            mma_m16n8k16(state.o[2 * (n + i) + 1], a, dequantize(b[2 * i], kMlaOdd), dequantize(b[2 * i + 1], kMlaOdd),
+                         T());
           }
         }
       } else {
@@ -263,7 +265,7 @@ struct MlaMmaKernel {
       }
     }
   }
-  FI_DEVICE static unsigned widen(unsigned word, unsigned selector) { return mla_widen(word, selector, T()); }
+  FI_DEVICE static unsigned dequantize(unsigned word, unsigned selector) { return mla_dequantize(word, selector, T()); }
 
   // Scores of 16 rows with the eight keys from `keys` on; each 128 columns have a scale of their own.
   FI_DEVICE void compute_scores(float (&score)[4], const unsigned (&q)[kSteps][4], const char* keys, unsigned stage,
@@ -284,8 +286,8 @@ struct MlaMmaKernel {
         const unsigned words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int step = 0; step < 4; ++step)
-          mma_m16n8k16(sums[at / 2], q[at * 4 + step], widen(words[step], kMlaLower), widen(words[step], kMlaUpper),
-                       T());
+          mma_m16n8k16(sums[at / 2], q[at * 4 + step], dequantize(words[step], kMlaLower),
+                       dequantize(words[step], kMlaUpper), T());
       }
       if (params.wide_rope) {
         const char* rope = keys + lane % 8 * kRawPitch + kLatentBytes + lane / 8 * 16;

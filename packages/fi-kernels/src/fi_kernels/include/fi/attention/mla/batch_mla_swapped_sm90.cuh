@@ -4,7 +4,7 @@
 // scores, and each half of the 512 output columns: they exchange nothing.
 #pragma once
 #include "fi/attention/mla/batch_mla.h"
-#include "fi/attention/mla/batch_mla_teams_sm90.cuh"  // other caches
+#include "fi/attention/mla/batch_mla_ping_pong_sm90.cuh"  // other caches
 #include "fi/attention/mla/mla_merge.cuh"
 #include "fi/attention/mla/mla_work_tiles_sm90.cuh"
 #include "fi/cuda/pipeline_sm90.cuh"

@@ -95,7 +95,7 @@ struct MlaProducer {
 
   // By the producer warpgroup. first: the first row of this CTA in a q tile.
   FI_DEVICE void run(int range, int first) const {
-    if constexpr (kFp8) return exchanges() ? produce_halves(range, first) : produce_widened(range, first);
+    if constexpr (kFp8) return exchanges() ? produce_halves(range, first) : produce_dequantized(range, first);
     MlaTileScheduler scheduler;
     scheduler.enter(params.view(), range);
     if constexpr (!kTma)
@@ -272,7 +272,7 @@ struct MlaProducer {
   // NOTE: without fence_async_shared, which is left to the consumers: ptxas puts MEMBAR in front of it, which waits for
   // the loads in flight.
   // Warp w has keys 16 w .. 16 w + 15 of a tile, a lane two of them, `row` and row + 8.
-  FI_DEVICE void produce_widened(int range, int first) const {
+  FI_DEVICE void produce_dequantized(int range, int first) const {
     const Rows rows{params};
     auto at = PipelineState::producer();
     const int lane = threadIdx.x % 32, quad = lane % 4, row = threadIdx.x / 32 * 16 + lane / 4;
@@ -347,8 +347,8 @@ struct MlaProducer {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               char* to = ropes_to + chunk + i * 8 * 128;
-              rows.store_widened({to, ropes_to + next_chunk + i * 8 * 128}, 0, *reinterpret_cast<const uint4*>(to),
-                                 factor);
+              rows.store_dequantized({to, ropes_to + next_chunk + i * 8 * 128}, 0, *reinterpret_cast<const uint4*>(to),
+                                     factor);
             }
             shared.full[at.stage][2].arrive();
           }
@@ -432,7 +432,7 @@ struct MlaProducer {
           if (params.wide_rope)
             target(2).store(0, rope.pieces[0], rope.pieces[1]);
           else
-            rows.store_widened(target(2), 0, rope.pieces[0], MlaFactor<MlaScale::kAny>(params.rope_factor));
+            rows.store_dequantized(target(2), 0, rope.pieces[0], MlaFactor<MlaScale::kAny>(params.rope_factor));
           if (lane == 0) {
             auto* exists = reinterpret_cast<unsigned char*>(shared.exists[at.stage]);
             exists[row / 8] = static_cast<unsigned char>(exist);

@@ -1,7 +1,7 @@
 // Rows of an e4m3 cache on Hopper: looked up in the page table, loaded to registers, stored as 16-bit values.
 #pragma once
 #include "fi/attention/mla/batch_mla.h"
-#include "fi/attention/mla/mla_widen.cuh"
+#include "fi/attention/mla/mla_dequantize.cuh"
 #include "fi/cuda/ptx/cluster_sm90.cuh"
 #include "fi/cuda/ptx/global.cuh"
 
@@ -75,8 +75,8 @@ struct MlaRows {
     }
   };
   template <MlaScale kScale>
-  FI_DEVICE static void store_widened(const Target& target, int offset, const uint4& raw,
-                                      const MlaFactor<kScale>& factor) {
+  FI_DEVICE static void store_dequantized(const Target& target, int offset, const uint4& raw,
+                                          const MlaFactor<kScale>& factor) {
     const unsigned words[4] = {raw.x, raw.y, raw.z, raw.w};
     unsigned pairs[8];
 #pragma unroll
@@ -87,7 +87,7 @@ struct MlaRows {
   FI_DEVICE static void store_part(const Target& target, const RawPart& raw) {
     const MlaFactor<kScale> factors[2] = {raw.scales.x, raw.scales.y};
 #pragma unroll
-    for (int k = 0; k < kPartBlocks; ++k) store_widened(target, k * (kBlock * 2), raw.pieces[k], factors[k / 2]);
+    for (int k = 0; k < kPartBlocks; ++k) store_dequantized(target, k * (kBlock * 2), raw.pieces[k], factors[k / 2]);
   }
   FI_DEVICE void store_part(const Target& target, const RawPart& raw) const {
     if (!params.ckv_scales)

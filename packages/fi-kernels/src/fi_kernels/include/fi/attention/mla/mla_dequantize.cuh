@@ -41,10 +41,12 @@ FI_DEVICE unsigned mla_unshifted(unsigned pair) {
 }
 
 // Two e4m3 as they are.
-FI_DEVICE unsigned mla_widen(unsigned word, unsigned selector, __nv_bfloat16) {
+FI_DEVICE unsigned mla_dequantize(unsigned word, unsigned selector, __nv_bfloat16) {
   return mla_unshifted(mla_shifted(word, selector, __nv_bfloat16()));
 }
-FI_DEVICE unsigned mla_widen(unsigned word, unsigned selector, __half) { return mla_shifted(word, selector, __half()); }
+FI_DEVICE unsigned mla_dequantize(unsigned word, unsigned selector, __half) {
+  return mla_shifted(word, selector, __half());
+}
 
 // What is known of a scale: it is 1; with 2^kMlaShift it is finite; nothing.
 enum class MlaScale { kNone, kSmall, kAny };

@@ -1,11 +1,11 @@
 // Batch MLA on Hopper for narrow q tiles: 16 packed query rows, mma.sync. A producer warpgroup loads KV tiles of 32
-// keys by cp.async. Two teams of eight warps take them in turn, so that one multiplies while the other waits; each has
-// an output of its own, and a work tile ends with their sum. In a team a warp computes the scores of 16 keys over a
-// quarter of the columns, then the softmax of two rows, then the products with 64 of the 512 columns.
+// keys by cp.async. Two consumers of eight warps take them in turn, so that one multiplies while the other waits; each
+// has an output of its own, and a work tile ends with their sum. In a consumer a warp computes the scores of 16 keys
+// over a quarter of the columns, then the softmax of two rows, then the products with 64 of the 512 columns.
 #pragma once
 #include "fi/attention/mla/batch_mla.h"
+#include "fi/attention/mla/mla_dequantize.cuh"
 #include "fi/attention/mla/mla_merge.cuh"
-#include "fi/attention/mla/mla_widen.cuh"
 #include "fi/attention/mla/mla_work_tiles_sm90.cuh"
 #include "fi/cuda/convert.cuh"
 #include "fi/cuda/math.cuh"
@@ -26,9 +26,9 @@ namespace fi {
 // no registers or addresses, but an SM begins one in 65 cycles, which nearly doubles the time
 // (docs/notes/mla-narrow.md).
 template <class T, class KV, int kStages>
-struct MlaTeamKernel {
-  static constexpr int kRows = 16, kTeams = 2, kWarps = 8, kTeamThreads = kWarps * 32;
-  static constexpr int kConsumers = kTeams * kTeamThreads;
+struct MlaPingPongKernel {
+  static constexpr int kRows = 16, kConsumers = 2, kWarps = 8, kConsumerThreads = kWarps * 32;
+  static constexpr int kAllConsumerThreads = kConsumers * kConsumerThreads;
   static constexpr bool kFp8 = sizeof(KV) == 1;
   static constexpr int kKeys = kFp8 ? 64 : 32;  // of a KV tile
   // Of the scores of a tile a warp computes 16 keys over one of kParts parts of the columns.
@@ -49,8 +49,8 @@ struct MlaTeamKernel {
   static constexpr float kScoreFactor = kShifted ? 0x1p56f : 1.f, kProbFactor = kShifted ? 0x1p60f : 1.f,
                          kOutFactor = kProbFactor;
 
-  using Merge = MlaMerge<T, kConsumers, 3, kRows, 2>;
-  struct Turn {  // of a team
+  using Merge = MlaMerge<T, kAllConsumerThreads, 3, kRows, 2>;
+  struct Exchange {  // of a consumer
     float scores[kParts][kRows][kScorePitch];
   };
   struct Shared {
@@ -58,15 +58,15 @@ struct MlaTeamKernel {
     union {
       struct {
         alignas(16) uint4 q[kSteps][32];  // operands of the lanes
-        Turn turns[kTeams];
+        Exchange exchange[kConsumers];
       };
-      float o[32][kTeamThreads];  // of team 1, at the end of a work tile
+      float o[32][kConsumerThreads];  // of consumer 1, at the end of a work tile
       typename Merge::Shared merge;
     };
-    alignas(16) T prob[kTeams][kGroups][kRows][kProbPitch];
+    alignas(16) T prob[kConsumers][kGroups][kRows][kProbPitch];
     alignas(16) float scales[kFp8 ? kStages : 1][kKeys][4];
-    float alpha[kTeams][kRows];
-    float2 states[kTeams][kRows];
+    float alpha[kConsumers][kRows];
+    float2 states[kConsumers][kRows];
     unsigned char exists[kStages][kKeys];
     MlaWorkTile work[2];  // index -1: no more
     Pipeline<kStages> pipeline;
@@ -79,12 +79,12 @@ struct MlaTeamKernel {
   FI_DEVICE void run() const {
     if (threadIdx.x == 0) {
       shared.pipeline.init(kWarpgroup + kWarpgroup / 8, kWarps);
-      shared.work_pipeline.init(1, kTeams * kWarps);
+      shared.work_pipeline.init(1, kConsumers * kWarps);
       fence_barrier_init();
     }
     __syncthreads();
     pdl_wait();
-    if (warp_index() >= kTeams * kWarps) {
+    if (warp_index() >= kConsumers * kWarps) {
       give_registers<kProducerRegisters>();
       produce();
     } else {
@@ -109,7 +109,7 @@ struct MlaTeamKernel {
     scheduler.enter(params.view(), blockIdx.x);
     MlaWorkTile s;
     auto at = PipelineState::producer();
-    const int thread = threadIdx.x - kConsumers, key = thread / 8;
+    const int thread = threadIdx.x - kAllConsumerThreads, key = thread / 8;
     for (int use = 0; publish_next(scheduler, shared, s, use, thread == 0); ++use) {
       const int high = params.high(s, s.q_tile * kRows, kRows);
       constexpr int kEach = kKeys / 16;
@@ -152,7 +152,7 @@ struct MlaTeamKernel {
     shared.exists[stage][key] = exists;
   }
 
-  FI_DEVICE void consume(int team, int warp, int lane) const {
+  FI_DEVICE void consume(int consumer, int warp, int lane) const {
     unsigned used = 0;  // stages
     for (int use = 0;; ++use) {
       const auto work_at = PipelineState::consumer_at<2>(use);
@@ -162,7 +162,7 @@ struct MlaTeamKernel {
       const int row0 = s.q_tile * kRows, high = params.high(s, row0, kRows), begin = s.begin * kMlaKvTile;
       const int tiles = high > begin ? (high - begin + kKeys - 1) / kKeys : 0;
       load_queries(s, row0);
-      barrier_sync(3, kConsumers);
+      barrier_sync(3, kAllConsumerThreads);
       float o[8][4];  // 16 rows by 64 columns
 #pragma unroll
       for (int n = 0; n < 8; ++n)
@@ -176,19 +176,19 @@ struct MlaTeamKernel {
       }
       const float scale = params.score_factor();
 #pragma unroll 1
-      for (int tile = team; tile < tiles; tile += kTeams) {
+      for (int tile = consumer; tile < tiles; tile += kConsumers) {
         const auto at = PipelineState::consumer_at<kStages>(used + tile);
         shared.pipeline.wait(at);
-        compute_scores(at.stage, team, warp, lane);
-        barrier_sync(1 + team, kTeamThreads);
-        softmax(rows, begin + tile * kKeys, scale, at.stage, team, warp, lane);
-        barrier_sync(1 + team, kTeamThreads);
-        add_values(o, at.stage, team, warp, lane);
+        compute_scores(at.stage, consumer, warp, lane);
+        barrier_sync(1 + consumer, kConsumerThreads);
+        softmax(rows, begin + tile * kKeys, scale, at.stage, consumer, warp, lane);
+        barrier_sync(1 + consumer, kConsumerThreads);
+        add_values(o, at.stage, consumer, warp, lane);
         __syncwarp();
         if (lane == 0) shared.pipeline.release(at.stage);
       }
       used += tiles;
-      store(s, o, rows, row0, team, warp, lane);
+      store(s, o, rows, row0, consumer, warp, lane);
       if (!s.is_whole()) Merge{params, s, shared.merge, static_cast<int>(threadIdx.x), 0, 0}.run();
       __syncwarp();
       if (lane == 0) shared.work_pipeline.release(work_at.stage);
@@ -204,11 +204,11 @@ struct MlaTeamKernel {
   // side by side, as ldmatrix brings them.
   FI_DEVICE void load_queries(const MlaWorkTile& s, int row0) const {
     const int count = s.request.qo_len * static_cast<int>(params.heads.value);
-    constexpr int kEach = (kSteps * 32 + kConsumers - 1) / kConsumers;
+    constexpr int kEach = (kSteps * 32 + kAllConsumerThreads - 1) / kAllConsumerThreads;
     unsigned words[kEach][4];
 #pragma unroll
     for (int n = 0; n < kEach; ++n) {  // all loads, then all stores
-      const int step = static_cast<int>(threadIdx.x) / 32 + n * (kConsumers / 32), lane = threadIdx.x % 32;
+      const int step = static_cast<int>(threadIdx.x) / 32 + n * (kAllConsumerThreads / 32), lane = threadIdx.x % 32;
       const bool latent = step < kLatentSteps, quads = has_quads(step);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -228,7 +228,7 @@ struct MlaTeamKernel {
     }
 #pragma unroll
     for (int n = 0; n < kEach; ++n) {
-      const int step = static_cast<int>(threadIdx.x) / 32 + n * (kConsumers / 32), lane = threadIdx.x % 32;
+      const int step = static_cast<int>(threadIdx.x) / 32 + n * (kAllConsumerThreads / 32), lane = threadIdx.x % 32;
       if (step >= kSteps) continue;
       if (kShifted && has_quads(step)) {
 #pragma unroll
@@ -241,12 +241,12 @@ struct MlaTeamKernel {
   FI_DEVICE bool has_quads(int step) const { return kFp8 && (step < kLatentSteps || !params.wide_rope); }
 
   // By warp w: 16 keys from 16 (w / kParts) on, part w % kParts of the latent columns and of the rotary ones.
-  FI_DEVICE void compute_scores(int stage, int team, int warp, int lane) const {
+  FI_DEVICE void compute_scores(int stage, int consumer, int warp, int lane) const {
     const int part = warp % kParts, first = warp / kParts * 16;
     float total[2][4] = {};
 #pragma unroll
     for (int i = 0; i < kPartQuarters; ++i) add_scores(total, stage, part * kPartQuarters + i, first, lane);
-    float (&scores)[kRows][kScorePitch] = shared.turns[team].scores[part];
+    float (&scores)[kRows][kScorePitch] = shared.exchange[consumer].scores[part];
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -315,9 +315,9 @@ struct MlaTeamKernel {
   }
 
   // By warp w: rows 2 w and 2 w + 1; a lane has every 32nd key.
-  FI_DEVICE void softmax(Rows& rows, int key, float scale, int stage, int team, int warp, int lane) const {
+  FI_DEVICE void softmax(Rows& rows, int key, float scale, int stage, int consumer, int warp, int lane) const {
     constexpr int kEach = kKeys / 32;
-    const auto& scores = shared.turns[team].scores;
+    const auto& scores = shared.exchange[consumer].scores;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = 2 * warp + h;
@@ -335,7 +335,7 @@ struct MlaTeamKernel {
       const float base = softmax_reference(top), alpha = exp2_approx(rows.row_max[h] - base);
       rows.row_max[h] = top;
       rows.row_sum[h] *= alpha;
-      if (lane == 0) shared.alpha[team][r] = alpha;
+      if (lane == 0) shared.alpha[consumer][r] = alpha;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const int at = lane + 32 * i;
@@ -346,17 +346,17 @@ struct MlaTeamKernel {
           const float each[4] = {factors.x, factors.y, factors.z, factors.w};
 #pragma unroll
           for (int g = 0; g < kGroups; ++g)
-            shared.prob[team][g][r][at] = from_float<T>(p > 0.f ? p * (each[g] * kProbFactor) : 0.f);
+            shared.prob[consumer][g][r][at] = from_float<T>(p > 0.f ? p * (each[g] * kProbFactor) : 0.f);
         } else {
-          shared.prob[team][0][r][at] = from_float<T>(p * kProbFactor);
+          shared.prob[consumer][0][r][at] = from_float<T>(p * kProbFactor);
         }
       }
     }
   }
 
   // By warp w: columns 64 w .. 64 w + 63 of the output.
-  FI_DEVICE void add_values(float (&o)[8][4], int stage, int team, int warp, int lane) const {
-    const float alpha[2] = {shared.alpha[team][lane / 4], shared.alpha[team][lane / 4 + 8]};
+  FI_DEVICE void add_values(float (&o)[8][4], int stage, int consumer, int warp, int lane) const {
+    const float alpha[2] = {shared.alpha[consumer][lane / 4], shared.alpha[consumer][lane / 4 + 8]};
     if (__any_sync(0xffffffffu, alpha[0] != 1.f || alpha[1] != 1.f)) {
 #pragma unroll
       for (int n = 0; n < 8; ++n)
@@ -364,7 +364,7 @@ struct MlaTeamKernel {
         for (int i = 0; i < 4; ++i) o[n][i] *= alpha[i / 2];
     }
     const int group = kFp8 && params.ckv_scales ? warp / 2 : 0;
-    const T* prob = shared.prob[team][group][lane % 16] + lane / 16 * 8;
+    const T* prob = shared.prob[consumer][group][lane % 16] + lane / 16 * 8;
     const char* values = shared.raw[stage] + lane % 16 * kPitch + warp * 64 * static_cast<int>(sizeof(KV)) / 128 * 128;
     const int first = kFp8 ? warp % 2 * 4 : 0;  // chunk of the line
     const auto place = [&](int n) { return swizzled_chunk(lane, first + n + lane / 16) * 16; };
@@ -397,16 +397,16 @@ struct MlaTeamKernel {
     }
   }
 
-  // The epilogue of a work tile: the sum of both teams as output, or as the partial of a split.
-  FI_DEVICE void store(const MlaWorkTile& s, float (&o)[8][4], const Rows& rows, int row0, int team, int warp,
+  // The epilogue of a work tile: the sum of both consumers as output, or as the partial of a split.
+  FI_DEVICE void store(const MlaWorkTile& s, float (&o)[8][4], const Rows& rows, int row0, int consumer, int warp,
                        int lane) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float sum = warp_sum(rows.row_sum[h]);
-      if (lane == 0) shared.states[team][2 * warp + h] = make_float2(rows.row_max[h], sum);
+      if (lane == 0) shared.states[consumer][2 * warp + h] = make_float2(rows.row_max[h], sum);
     }
-    __syncwarp();                 // racecheck does not see the stores of single lanes before a named barrier without it
-    barrier_sync(3, kConsumers);  // also: nobody reads queries or scores any more
+    __syncwarp();  // racecheck does not see the stores of single lanes before a named barrier without it
+    barrier_sync(3, kAllConsumerThreads);  // also: nobody reads queries or scores any more
     float row_max[2], row_sum[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -415,22 +415,22 @@ struct MlaTeamKernel {
       const float base = softmax_reference(row_max[h]);
       const float first = exp2_approx(x.x - base), second = exp2_approx(y.x - base);
       row_sum[h] = x.y * first + y.y * second;
-      const float factor = (team ? second : first) * kOutFactor;
+      const float factor = (consumer ? second : first) * kOutFactor;
 #pragma unroll
       for (int n = 0; n < 8; ++n) o[n][2 * h] *= factor, o[n][2 * h + 1] *= factor;
     }
     const int thread = warp * 32 + lane;
-    if (team == 1) {
+    if (consumer == 1) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) shared.o[i][thread] = o[i / 4][i % 4];
     }
-    barrier_sync(3, kConsumers);
-    if (team == 0) {
+    barrier_sync(3, kAllConsumerThreads);
+    if (consumer == 0) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) o[i / 4][i % 4] += shared.o[i][thread];
     }
-    barrier_sync(3, kConsumers);
-    if (team == 0) write(s, o, row_max, row_sum, row0, warp, lane);
+    barrier_sync(3, kAllConsumerThreads);
+    if (consumer == 0) write(s, o, row_max, row_sum, row0, warp, lane);
   }
   FI_DEVICE void write(const MlaWorkTile& s, const float (&o)[8][4], float (&row_max)[2], float (&row_sum)[2], int row0,
                        int warp, int lane) const {
@@ -476,8 +476,8 @@ struct MlaTeamKernel {
 };
 
 template <class T, class KV, int kStages, int kSharedBytes>
-FI_DEVICE void batch_mla_teams(const BatchMlaParams& params) {
-  run_in_shared<MlaTeamKernel<T, KV, kStages>, 128, kSharedBytes>(params);
+FI_DEVICE void batch_mla_ping_pong(const BatchMlaParams& params) {
+  run_in_shared<MlaPingPongKernel<T, KV, kStages>, 128, kSharedBytes>(params);
 }
 
 }  // namespace fi

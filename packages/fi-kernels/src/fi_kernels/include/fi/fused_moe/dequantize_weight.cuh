@@ -1,4 +1,5 @@
-// Eight neighbouring weights of a row, widened to pairs of 16-bit floats (0, 4), (1, 5), (2, 6), (3, 7) times a scale.
+// Eight neighbouring weights of a row, dequantized to pairs of 16-bit floats (0, 4), (1, 5), (2, 6), (3, 7) times a
+// scale.
 #pragma once
 #include "fi/cuda/convert.cuh"
 #include "fi/cuda/ptx/fp8.cuh"
@@ -53,20 +54,20 @@ FI_DEVICE unsigned shifted(unsigned x) {
 }
 
 template <int kNibble, class T>
-FI_DEVICE unsigned widen_e2m1(unsigned word) {
+FI_DEVICE unsigned dequantize_e2m1(unsigned word) {
   return (shifted<E2m1Place<T>::kBit - 4 * kNibble>(word) & E2m1Place<T>::kMagnitude) |
          (shifted<12 - 4 * kNibble>(word) & 0x80008000u);
 }
 // 2^7 + (n + 8), exact in bf16, or 2^10 + (n + 8) in half, minus 2^7 + 8 or 2^10 + 8.
 template <int kNibble>
-FI_DEVICE unsigned widen_int4(unsigned word, __nv_bfloat16) {
+FI_DEVICE unsigned dequantize_int4(unsigned word, __nv_bfloat16) {
   const unsigned x = (((word >> 4 * kNibble) & 0x000f000fu) ^ 0x00080008u) | 0x43004300u, offset = 0x43084308u;
   const __nv_bfloat162 y =
       __hsub2(reinterpret_cast<const __nv_bfloat162&>(x), reinterpret_cast<const __nv_bfloat162&>(offset));
   return reinterpret_cast<const unsigned&>(y);
 }
 template <int kNibble>
-FI_DEVICE unsigned widen_int4(unsigned word, __half) {
+FI_DEVICE unsigned dequantize_int4(unsigned word, __half) {
   const unsigned x = (((word >> 4 * kNibble) & 0x000f000fu) ^ 0x00080008u) | 0x64006400u, offset = 0x64086408u;
   const __half2 y = __hsub2(reinterpret_cast<const __half2&>(x), reinterpret_cast<const __half2&>(offset));
   return reinterpret_cast<const unsigned&>(y);
@@ -74,17 +75,17 @@ FI_DEVICE unsigned widen_int4(unsigned word, __half) {
 
 // words: the eight weights, one word, or two of 8-bit weights.
 template <MixedFormat kFormat, class T>
-FI_DEVICE void widen_weights(const unsigned (&words)[2], unsigned scale, unsigned (&out)[4]) {
+FI_DEVICE void dequantize_weights(const unsigned (&words)[2], unsigned scale, unsigned (&out)[4]) {
   if constexpr (kFormat == kMxfp4 || kFormat == kNvfp4) {
-    out[0] = widen_e2m1<0, T>(words[0]);
-    out[1] = widen_e2m1<1, T>(words[0]);
-    out[2] = widen_e2m1<2, T>(words[0]);
-    out[3] = widen_e2m1<3, T>(words[0]);
+    out[0] = dequantize_e2m1<0, T>(words[0]);
+    out[1] = dequantize_e2m1<1, T>(words[0]);
+    out[2] = dequantize_e2m1<2, T>(words[0]);
+    out[3] = dequantize_e2m1<3, T>(words[0]);
   } else if constexpr (kFormat == kInt4) {
-    out[0] = widen_int4<0>(words[0], T());
-    out[1] = widen_int4<1>(words[0], T());
-    out[2] = widen_int4<2>(words[0], T());
-    out[3] = widen_int4<3>(words[0], T());
+    out[0] = dequantize_int4<0>(words[0], T());
+    out[1] = dequantize_int4<1>(words[0], T());
+    out[2] = dequantize_int4<2>(words[0], T());
+    out[3] = dequantize_int4<3>(words[0], T());
   } else {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -102,7 +103,7 @@ FI_DEVICE float ue8m0_to_float(unsigned code) {
   return code == 255 ? __int_as_float(0x7fc00000) : __uint_as_float(code ? code << 23 : 0x00400000u);
 }
 
-// A stored scale as a pair of factors for widen_weights; beyond the range of T they become the largest.
+// A stored scale as a pair of factors for dequantize_weights; beyond the range of T they become the largest.
 template <MixedFormat kFormat, class T>
 FI_DEVICE unsigned scale_pair(unsigned stored) {
   if constexpr (kFormat == kInt4) {

@@ -15,8 +15,8 @@ BOUNDS = {
     "arrows": 0,
     "spellings_decode": 8,
     "spellings_prefill": 8,
-    "positional": 3,
-    "functions": 6,
+    "positional": 0,
+    "functions": 1,
     "long_functions": 0,
     "private": 59,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from fi_core.utils import (
     TensorLayout,
     _unpack_paged_kv_cache,
     canonicalize_torch_dtype,
+    check_shape_dtype_device,
 )
 
 if TYPE_CHECKING:
@@ -353,6 +354,34 @@ def page_tables(block_tables: torch.Tensor, shared: bool) -> tuple[torch.Tensor,
         pitch, offset = 2 * most, most
     end = max(batch_size - 1, 0) * pitch + offset + most
     return block_tables.as_strided((end if batch_size else 0,), (1,)), pitch, offset if batch_size else 0
+
+
+def results(
+    q: torch.Tensor,
+    shape: Sequence[int],
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    return_lse: bool,
+    out_dtype: torch.dtype | str | None = None,
+    lse_shape: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse) that a call writes: checked where they are given, else new; lse is None if nobody asks for it.
+
+    out_dtype: of out; None: any given one, and q's of a new one. lse_shape: default `shape[:-1]`.
+    """
+    import torch
+
+    dtype = None if out_dtype is None else canonicalize_torch_dtype(out_dtype)
+    if out is None:
+        out = q.new_empty(shape, dtype=dtype or q.dtype)
+    else:
+        check_shape_dtype_device(out, shape, dtype, q.device, "out")
+    lse_shape = shape[:-1] if lse_shape is None else lse_shape
+    if lse is not None:
+        check_shape_dtype_device(lse, lse_shape, torch.float32, q.device, "lse")
+    elif return_lse:
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
+    return out, lse
 
 
 class computed:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fi_core.attention.contract import unsupported
-from fi_core.attention.cudnn.graph import Operand, attend, dense, frontend, packed, paged_keys, per_request, results
+from fi_core.attention.contract import results, unsupported
+from fi_core.attention.cudnn.graph import Operand, attend, dense, frontend, packed, paged_keys, per_request
 from fi_core.observe.log import fi_api
 from fi_core.utils import constants
 
@@ -80,7 +80,7 @@ def cudnn_batch_decode_with_kv_cache(
     batch_size, (rows, heads) = block_tables.shape[0], q.shape[:2]
     if rows != batch_size * q_len_per_req:
         raise ValueError(f"q: batch_size * q_len_per_req = {batch_size * q_len_per_req} rows are required; got {rows}")
-    out, lse = results(q, v_cache.shape[3], (rows, heads), out, lse, return_lse)
+    out, lse = results(q, (rows, heads, v_cache.shape[3]), out, lse, return_lse, q.dtype)
 
     def rows_of(x: torch.Tensor, offsets: torch.Tensor | None) -> Operand:
         if offsets is not None:

@@ -8,7 +8,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.runtime.errors import LibraryError, UnsupportedError
-from fi_core.utils import ceil_div, check_shape_dtype_device
+from fi_core.utils import ceil_div
 
 if TYPE_CHECKING:
     import torch
@@ -80,24 +80,6 @@ def paged_keys(
     table = page_table(block_tables, ceil_div(longest, k_cache.shape[2]))
     names = ("k", "v", "paged_attention_k_table", "paged_attention_v_table")
     return dict(zip(names, (dense(k_cache), dense(v_cache), table, table)))
-
-
-def results(
-    q: torch.Tensor, head_dim_vo: int, lse_shape: tuple[int, ...], out: torch.Tensor | None, lse: torch.Tensor | None,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """(out, lse): checked where they are given, else allocated; lse is None if nobody asks for it."""
-    import torch
-
-    shape = (*q.shape[:2], head_dim_vo)
-    if out is None:
-        out = q.new_empty(shape)
-    check_shape_dtype_device(out, shape, q.dtype, q.device, "out")
-    if lse is not None:
-        check_shape_dtype_device(lse, lse_shape, torch.float32, q.device, "lse")
-    elif return_lse:
-        lse = q.new_empty(lse_shape, dtype=torch.float32)
-    return out, lse
 
 
 # Variables of a graph are numbered: those of the operands in this order, from 1, and behind all of them their offsets.

@@ -6,18 +6,9 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
-from fi_core.attention.contract import unsupported
-from fi_core.attention.cudnn.graph import (
-    Operand,
-    attend,
-    dense,
-    finish_lse,
-    frontend,
-    packed,
-    paged_keys,
-    per_request,
-    results,
-)
+from fi_core.attention.contract import results, unsupported
+from fi_core.attention.cudnn import graph
+from fi_core.attention.cudnn.graph import Operand, packed, per_request
 from fi_core.observe.log import fi_api
 from fi_core.utils import int32_index
 
@@ -151,9 +142,10 @@ def cudnn_batch_prefill_with_kv_cache(
     in_tokens = batch_offsets_units == "tokens"
     lens_q = lengths("actual_seq_lens_q", actual_seq_lens_q, q, batch_offsets_q, in_tokens)
     lens_kv = lengths("actual_seq_lens_kv", actual_seq_lens_kv, k_cache, batch_offsets_k, in_tokens)
-    frontend()
+    graph.frontend()
     scale, most = _scaled(scale, q_scale=q_scale, k_scale=k_scale), max_token_per_sequence
-    out, lse = results(q, v_cache.shape[-1], (len(lens_q), most, q.shape[1]), out, lse, return_lse)
+    shape, lse_shape = (*q.shape[:2], v_cache.shape[-1]), (len(lens_q), most, q.shape[1])
+    out, lse = results(q, shape, out, lse, return_lse, q.dtype, lse_shape)
     ragged = functools.partial(_ragged, in_tokens=in_tokens)
     operands = {
         "q": ragged(q, most, lens_q, batch_offsets_q),
@@ -165,12 +157,12 @@ def cudnn_batch_prefill_with_kv_cache(
         operands["k"] = ragged(k_cache, max_sequence_kv, lens_kv, batch_offsets_k)
         operands["v"] = ragged(v_cache, max_sequence_kv, lens_kv, batch_offsets_v)
     else:
-        operands.update(paged_keys(k_cache, v_cache, block_tables, max_sequence_kv))
+        operands.update(graph.paged_keys(k_cache, v_cache, block_tables, max_sequence_kv))
     if lse is not None:
-        operands["stats"] = dense(lse.transpose(1, 2).unsqueeze(3))
-    attend(operands, workspace_buffer, float(scale), causal, -1)
+        operands["stats"] = graph.dense(lse.transpose(1, 2).unsqueeze(3))
+    graph.attend(operands, workspace_buffer, float(scale), causal, -1)
     if lse is not None:
-        finish_lse(lse, (lens_kv == 0).view(-1, 1).expand(-1, most))
+        graph.finish_lse(lse, (lens_kv == 0).view(-1, 1).expand(-1, most))
         if lse_base == "ln":
             lse.mul_(math.log(2.0))
     if v_scale is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import POS_ENCODINGS, flat_tables, scale_product, viewed
-from fi_core.attention.forms.tables_prefill import attend_once, results
+from fi_core.attention.contract import POS_ENCODINGS, flat_tables, results, scale_product, viewed
+from fi_core.attention.forms.tables_prefill import attend_once
 from fi_core.observe.log import fi_api
 from fi_core.runtime.env import env
 from fi_core.utils import _unpack_paged_kv_cache, int32_index
@@ -52,12 +52,7 @@ def _split(qkv: Any, input_layout: str) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def _chunked(
-    size: int,
-    max_q_len: int,
-    page_size: int,
-    qo_indptr: torch.Tensor,
-    kv_len: torch.Tensor,
-    kv_begin: torch.Tensor,
+    size: int, max_q_len: int, page_size: int, qo_indptr: torch.Tensor, kv_len: torch.Tensor, kv_begin: torch.Tensor
 ) -> tuple[int, dict[str, torch.Tensor]]:
     """Splits requests at multiples of `size` keys, so that a causal mask within each piece gives chunked attention.
 
@@ -86,6 +81,29 @@ def _chunked(
     }
 
 
+def _chunks(
+    size: int, max_q_len: int, page_size: int, batch_size: int, most_keys: int, tables: dict[str, Any]
+) -> tuple[int, dict[str, Any]]:
+    """`_chunked` of a batch: the number of pieces, and its tables with theirs. most_keys: of the pages of a request."""
+    import torch
+
+    if size % page_size:
+        raise ValueError(f"chunked_attention_size: a multiple of the page size ({page_size}) is required; got {size}")
+    qo_indptr = tables["qo_indptr"]
+    if "kv_indptr" in tables:
+        begins, kv_len = tables["kv_indptr"], tables["kv_indptr"].diff()
+    else:
+        begins = torch.arange(batch_size + 1, dtype=torch.int32, device=qo_indptr.device) * tables["pages_per_request"]
+        kv_len = tables["kv_len"].clamp(max=most_keys)
+    if len(qo_indptr) != batch_size + 1 or len(begins) != batch_size + 1 or len(kv_len) != batch_size:
+        raise ValueError(
+            f"cum_seq_lens_q, cum_seq_lens_kv and seq_lens: batch_size + 1 = {batch_size + 1} offsets and "
+            f"{batch_size} lengths are required; got {len(qo_indptr)}, {len(begins)} and {len(kv_len)}"
+        )
+    pieces, found = _chunked(size, max_q_len, page_size, qo_indptr, kv_len, begins)
+    return pieces, tables | found
+
+
 def _table_of_both(block_tables: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """The pages of K and V, from separate pages of K and of V, both counted from the first page of k."""
     if block_tables.shape[1] != 2:
@@ -102,6 +120,34 @@ def _table_of_both(block_tables: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
             f"block_tables: a page of V must be its page of K + {apart}, the distance of the caches in pages"
         )
     return pages
+
+
+def _tables(
+    k: torch.Tensor, v: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, batch_size: int
+) -> dict[str, Any]:
+    """A block table and the lengths of its requests as options of `attend_once`. Raises ValueError."""
+    block_tables = _table_of_both(block_tables, k, v) if block_tables.ndim == 3 else block_tables
+    pages, pitch = flat_tables(block_tables)
+    if block_tables.shape[0] < batch_size:
+        raise ValueError(f"block_tables: {batch_size} rows are required, batch_size; got {block_tables.shape[0]}")
+    kv_len = int32_index(viewed("seq_lens", seq_lens, -1))
+    return {"kv_len": kv_len, "page_indices": pages, "pages_per_request": pitch}
+
+
+def _modes(mask_mode: str, chunk: int, pos_encoding_mode: str | None) -> tuple[str, int]:
+    """The mask and the value of the position encoding, of which case does not matter. Raises ValueError."""
+    mask_mode = mask_mode.lower()
+    if mask_mode not in _CAUSAL:
+        raise ValueError(f"mask_mode: allowed are {', '.join(_CAUSAL)}; got {mask_mode!r}")
+    if (mask_mode == "chunked") != (chunk > 0):
+        raise ValueError(
+            'chunked_attention_size: a positive number is required with mask_mode "chunked", and 0 with others; got '
+            f"{chunk} with {mask_mode!r}"
+        )
+    encoding = POS_ENCODINGS.get((pos_encoding_mode or "NONE").upper())
+    if encoding is None:
+        raise ValueError(f"pos_encoding_mode: allowed are None, {', '.join(POS_ENCODINGS)}; got {pos_encoding_mode!r}")
+    return mask_mode, encoding
 
 
 @fi_api
@@ -172,62 +218,28 @@ def trtllm_fmha_v2_prefill(
     """
     import torch
 
-    mask_mode = mask_mode.lower()
-    if mask_mode not in _CAUSAL:
-        raise ValueError(f"mask_mode: allowed are {', '.join(_CAUSAL)}; got {mask_mode!r}")
-    if (mask_mode == "chunked") != (chunked_attention_size > 0):
-        raise ValueError(
-            'chunked_attention_size: a positive number is required with mask_mode "chunked", and 0 with others; got '
-            f"{chunked_attention_size} with {mask_mode!r}"
-        )
-    encoding = POS_ENCODINGS.get((pos_encoding_mode or "NONE").upper())
-    if encoding is None:
-        raise ValueError(f"pos_encoding_mode: allowed are None, {', '.join(POS_ENCODINGS)}; got {pos_encoding_mode!r}")
+    mask_mode, encoding = _modes(mask_mode, chunked_attention_size, pos_encoding_mode)
     q, k, v, layout = _split(qkv, input_layout)
     for x in (q, k, v):
         if not hasattr(x, "dtype"):
             raise TypeError(f"qkv: tensors are required as its members; got a {type(x).__name__}")
-    paged = k.ndim == 4
-    if paged == (block_tables is None):
+    if (k.ndim == 4) == (block_tables is None):
         raise ValueError(f"block_tables: for paged layouts, and no others; got {input_layout} with {block_tables!r}")
-    result, lse = results(q, v.shape[-1], out, out_dtype, None, save_softmax_stats)
-    qo_indptr, kv_indptr = int32_index(cum_seq_lens_q), int32_index(cum_seq_lens_kv)
-    tables: dict[str, Any] = {"kv_indptr": kv_indptr}
-    page_size = 1
+    result, lse = results(q, (*q.shape[:2], v.shape[-1]), out, None, save_softmax_stats, out_dtype)
+    tables: dict[str, Any] = {"kv_indptr": int32_index(cum_seq_lens_kv)}
+    page_size, most_keys = 1, 0
     if block_tables is not None:
-        block_tables = _table_of_both(block_tables, k, v) if block_tables.ndim == 3 else block_tables
-        pages, pitch = flat_tables(block_tables)
-        if block_tables.shape[0] < batch_size:
-            raise ValueError(f"block_tables: {batch_size} rows are required, batch_size; got {block_tables.shape[0]}")
-        tables = {
-            "kv_len": int32_index(viewed("seq_lens", seq_lens, -1)),
-            "page_indices": pages,
-            "pages_per_request": pitch,
-        }
+        tables = _tables(k, v, block_tables, seq_lens, batch_size)
         page_size = k.shape[1 + layout]
+        most_keys = block_tables.shape[-1] * page_size
+    tables["qo_indptr"] = int32_index(cum_seq_lens_q)
     if mask_mode == "chunked":
-        if chunked_attention_size % page_size:
-            raise ValueError(
-                f"chunked_attention_size: a multiple of the page size ({page_size}) is required; got "
-                f"{chunked_attention_size}"
-            )
-        if block_tables is None:
-            begins, kv_len = kv_indptr, kv_indptr.diff()
-        else:
-            begins = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * tables["pages_per_request"]
-            kv_len = tables["kv_len"].clamp(max=block_tables.shape[1] * page_size)
-        if len(qo_indptr) != batch_size + 1 or len(begins) != batch_size + 1 or len(kv_len) != batch_size:
-            raise ValueError(
-                f"cum_seq_lens_q, cum_seq_lens_kv and seq_lens: batch_size + 1 = {batch_size + 1} offsets and "
-                f"{batch_size} lengths are required; got {len(cum_seq_lens_q)}, {len(cum_seq_lens_kv)} and "
-                f"{seq_lens.numel()}"
-            )
-        batch_size, pieces = _chunked(chunked_attention_size, max_q_len, page_size, qo_indptr, kv_len, begins)
-        qo_indptr, tables = pieces.pop("qo_indptr"), tables | pieces
+        sizes = chunked_attention_size, max_q_len, page_size
+        batch_size, tables = _chunks(*sizes, batch_size, most_keys, tables)
     attend_once(
-        result, lse, q, k, v, layout, batch_size, qo_indptr=qo_indptr, causal=_CAUSAL[mask_mode],
-        pos_encoding=encoding, window_left=window_left, soft_cap=logits_soft_cap_scale or 0.0,
-        sm_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale), sinks=sinks, **tables,
+        result, lse, q, k, v, layout, batch_size, causal=_CAUSAL[mask_mode], pos_encoding=encoding,
+        window_left=window_left, soft_cap=logits_soft_cap_scale or 0.0, sm_scale=scale_product(1.0, bmm1_scale),
+        out_scale=scale_product(1.0, bmm2_scale), sinks=sinks, **tables,
     )  # fmt: skip
     if lse is None:
         return result

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, check_nvfp4, code, row_elements, scales_of, unsupported
+from fi_core.attention import contract
+from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code, results, row_elements
 from fi_core.attention.forms.single_trace import single_trace
 from fi_core.attention.forms.tables_prefill import attend_once
 from fi_core.attention.mask import byte_bounds, check_packed, pack
@@ -119,76 +120,95 @@ def single_prefill_with_kv_cache(
         KeyError: kv_layout or pos_encoding_mode.
         UnsupportedError: the named backend does not support the request.
     """
-    import torch
-
     if backend not in _BACKENDS:
         raise ValueError(f"backend: allowed are {', '.join(sorted(_BACKENDS))}; got {backend!r}")
-    check_nvfp4(kv_cache_sf, k, "k")
+    contract.check_nvfp4(kv_cache_sf, k, "k")
     if q.ndim != 3:
         raise ValueError(f"q must have shape [qo_len, num_qo_heads, head_dim_qk]; got {tuple(q.shape)}")
     code(LAYOUTS, kv_layout, "kv_layout")
     code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
     options: dict[str, Any] = {"causal": causal, "window_left": window_left}
-    soft_cap = logits_soft_cap or 0.0
-    scales: dict[str, Any] = {"scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v}
-    plain = custom_mask is packed_custom_mask is None
-    if custom_mask is not None and custom_mask.ndim != 2 and k.ndim == 3:
-        shape = q.shape[0], k.shape[LAYOUTS[kv_layout]]
-        custom_mask = custom_mask.reshape(shape) if custom_mask.numel() == shape[0] * shape[1] else custom_mask
+    options |= {"scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v}
+    soft_cap, plain = logits_soft_cap or 0.0, custom_mask is packed_custom_mask is None
+    scaled = not (scale_q is scale_k is scale_v is None)
+    if custom_mask is not None and k.ndim == 3:
+        custom_mask = _of_shape(custom_mask, q.shape[0], k.shape[LAYOUTS[kv_layout]])
+    batch = functools.partial(
+        _as_batch, (q, k, v), kv_layout, o_dtype, return_lse, (sm_scale, k_scale, v_scale), soft_cap=soft_cap, **options
+    )
     if kv_cache_sf is not None:
-        k_scales, v_scales = scales_of(kv_cache_sf, kv_layout, paged=False)
-        if k.ndim != 3 or v.ndim != 3:
-            raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
-        tokens = k.shape[LAYOUTS[kv_layout]]
-        if causal and plain and tokens < q.shape[0]:
-            raise ValueError(f"causal: kv_len of at least qo_len = {q.shape[0]} is required; got {tokens}")
-        masks: dict[str, Any] = {}
-        if not plain:
-            bounds = torch.tensor([0, q.shape[0] * tokens])
-            packed, offsets = packed_custom_mask, byte_bounds(bounds)
-            if packed is None:
-                assert custom_mask is not None
-                packed, offsets = pack(custom_mask, bounds, None)
-            else:
-                check_packed(packed, offsets)
-            masks = {"mask": packed, "mask_indptr": offsets.to(q.device)}
-        out = q.new_empty((*q.shape[:2], row_elements(v)), dtype=o_dtype or q.dtype)
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-        scale = (q.shape[2] ** -0.5 if sm_scale is None else sm_scale) * (1.0 if k_scale is None else k_scale)
-        attend_once(
-            out, lse, q, k, v, LAYOUTS[kv_layout], 1, pages_per_request=tokens, sm_scale=(scale, None),
-            out_scale=(1.0 if v_scale is None else v_scale, None), backend=backend, k_scales=k_scales,
-            v_scales=v_scales, soft_cap=soft_cap, pos_encoding=POS_ENCODINGS[pos_encoding_mode],
-            rope_scale=rope_scale or 1.0, rope_theta=rope_theta or 1e4, **masks, **options, **scales,
-        )  # fmt: skip
-        return out if lse is None else (out, lse)
-    if _is_regular(q, k, v, kv_layout, causal) and not torch.compiler.is_compiling():
-        layout = LAYOUTS[kv_layout]
+        options = _options_of_nvfp4((q, k, v), kv_cache_sf, kv_layout, causal, custom_mask, packed_custom_mask)
+        options |= {"rope_scale": rope_scale or 1.0, "rope_theta": rope_theta or 1e4}
+        return batch(backend=backend, pos_encoding=POS_ENCODINGS[pos_encoding_mode], **options)
+    if _is_regular(q, k, v, kv_layout, causal):
         choice = single_choice(
-            q, k, v, layout, o_dtype or q.dtype, pos_encoding_mode, backend, decode=False,
-            mask="plain" if plain else "custom", soft_cap=soft_cap > 0.0,
-            scaled=any(scale is not None for scale in scales.values()),
+            q, k, v, LAYOUTS[kv_layout], o_dtype or q.dtype, pos_encoding_mode, backend, decode=False,
+            mask="plain" if plain else "custom", soft_cap=soft_cap > 0.0, scaled=scaled,
         )  # fmt: skip
         if choice.implementation == "batch_prefill":
-            out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=o_dtype or q.dtype)
-            lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-            scale = (q.shape[2] ** -0.5 if sm_scale is None else sm_scale) * (1.0 if k_scale is None else k_scale)
-            attend_once(
-                out, lse, q, k, v, layout, 1, pages_per_request=k.shape[layout], sm_scale=(scale, None),
-                out_scale=(1.0 if v_scale is None else v_scale, None), backend="fa3", num_ctas=num_ctas,
-                soft_cap=soft_cap, **options,
-                **scales,
-            )  # fmt: skip
-            return out if lse is None else (out, lse)
+            return batch(backend="fa3", num_ctas=num_ctas)
     return attend(
         q, k, v, kv_layout=kv_layout, pos_encoding_mode=pos_encoding_mode, sm_scale=sm_scale, qk_factor=k_scale,
         v_scale=v_scale, rope_scale=rope_scale, rope_theta=rope_theta, out_dtype=o_dtype, return_lse=return_lse,
-        custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, logits_soft_cap=soft_cap, **options, **scales,
+        custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, logits_soft_cap=soft_cap, **options,
     )  # fmt: skip
 
 
+def _of_shape(custom_mask: torch.Tensor, qo_len: int, kv_len: int) -> torch.Tensor:
+    """The mask as `[qo_len, kv_len]`, if it has as many elements in another shape."""
+    other = custom_mask.ndim != 2 and custom_mask.numel() == qo_len * kv_len
+    return custom_mask.reshape(qo_len, kv_len) if other else custom_mask
+
+
+def _as_batch(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], kv_layout: str, out_dtype: torch.dtype | None,
+    return_lse: bool, scales: tuple[float | None, float | None, float | None], **options: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Runs batch prefill on one request. scales: sm_scale, k_scale and v_scale; options: of `attend_once`."""
+    (q, k, v), layout, (sm_scale, k_scale, v_scale) = tensors, LAYOUTS[kv_layout], scales
+    out, lse = results(q, (*q.shape[:2], row_elements(v)), None, None, return_lse, out_dtype)
+    scale = (q.shape[2] ** -0.5 if sm_scale is None else sm_scale) * (1.0 if k_scale is None else k_scale)
+    out_scale = 1.0 if v_scale is None else v_scale, None
+    tokens = k.shape[layout]
+    attend_once(
+        out, lse, q, k, v, layout, 1, pages_per_request=tokens, sm_scale=(scale, None), out_scale=out_scale, **options
+    )
+    return out if lse is None else (out, lse)
+
+
+def _options_of_nvfp4(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], kv_cache_sf: Any, kv_layout: str, causal: bool,
+    custom_mask: torch.Tensor | None, packed_custom_mask: torch.Tensor | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The scales of NVFP4 keys and the packed mask as options of `attend_once`. Raises ValueError."""
+    import torch
+
+    k_scales, v_scales = contract.scales_of(kv_cache_sf, kv_layout, paged=False)
+    q, k, v = tensors
+    if k.ndim != 3 or v.ndim != 3:
+        raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
+    found: dict[str, Any] = {"k_scales": k_scales, "v_scales": v_scales}
+    tokens = k.shape[LAYOUTS[kv_layout]]
+    if custom_mask is packed_custom_mask is None:
+        if causal and tokens < q.shape[0]:
+            raise ValueError(f"causal: kv_len of at least qo_len = {q.shape[0]} is required; got {tokens}")
+        return found
+    bounds = torch.tensor([0, q.shape[0] * tokens])
+    packed, offsets = packed_custom_mask, byte_bounds(bounds)
+    if packed is not None:
+        check_packed(packed, offsets)
+    else:
+        assert custom_mask is not None
+        packed, offsets = pack(custom_mask, bounds, None)
+    return {**found, "mask": packed, "mask_indptr": offsets.to(q.device)}
+
+
 def _is_regular(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str, causal: bool) -> bool:
-    """Whether shapes fit each other. Errors of every kernel are left to the op, which words them."""
+    """Whether shapes fit each other, and nothing is traced. Errors of every kernel are left to the op to word."""
+    import torch
+
+    if torch.compiler.is_compiling():
+        return False
     if k.ndim != 3 or v.ndim != 3 or q.shape[2] != k.shape[2] or v.shape[-1] < 8 or v.dtype is not k.dtype:
         return False
     tokens, heads = (k.shape[0], k.shape[1]) if kv_layout == "NHD" else (k.shape[1], k.shape[0])
@@ -229,7 +249,7 @@ def single_prefill_with_kv_cache_with_jit_module(
     from fi_core.attention.custom import custom_attention
 
     if mask_mode == MaskMode.MULTIITEMSCORING.value:
-        raise unsupported("mask_mode", mask_mode, "items (3) are an option of plan of the batch wrappers")
+        raise contract.unsupported("mask_mode", mask_mode, "items (3) are an option of plan of the batch wrappers")
     if mask_mode not in (mode.value for mode in MaskMode):
         raise ValueError(f"mask_mode: a value of MaskMode is required, 0 to 2; got {mask_mode}")
     causal = mask_mode == MaskMode.CAUSAL.value

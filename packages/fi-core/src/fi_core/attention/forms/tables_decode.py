@@ -6,21 +6,8 @@ import math
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fi_core.attention.contract import (
-    LAYOUTS,
-    cache_pair,
-    check_nvfp4,
-    check_workspace,
-    code,
-    kv_type,
-    page_tables,
-    refuse_nvfp4,
-    row_elements,
-    scale_product,
-    scales_of,
-    unsupported,
-    viewed,
-)
+from fi_core.attention import contract
+from fi_core.attention.contract import LAYOUTS, code, row_elements, scale_product, scales_of, unsupported, viewed
 from fi_core.attention.forms.decode_masks import mask_of_rank, pages_of_heads
 from fi_core.attention.forms.decode_trace import tables_trace
 from fi_core.attention.ops import decode as ops
@@ -28,9 +15,8 @@ from fi_core.attention.ops.request import Facts
 from fi_core.attention.schedule import carve
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
-from fi_core.runtime.errors import UnknownWordError
 from fi_core.runtime.launch.operator import planned
-from fi_core.utils import canonicalize_torch_dtype, ceil_div, check_shape_dtype_device, int32_index
+from fi_core.utils import ceil_div, check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +24,7 @@ if TYPE_CHECKING:
     Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     Scale = float | torch.Tensor
 
-_BACKENDS = ("auto", "trtllm-gen", "xqa")
+_BACKENDS = dict.fromkeys(("auto", "trtllm-gen", "xqa"), 0)
 _LN2 = math.log(2)
 # Requests that differ in query tokens: decode is the faster way up to these (docs/notes/decode-draft-tokens.md).
 _ONE_WAVE, _MOST_MASKED = 128, 256  # row tiles of all requests; rows of a kv head
@@ -76,7 +62,7 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
 
     q, (k, v) = c.q, c.cache
     layout = code(LAYOUTS, c.kv_layout, "kv_layout")
-    pages, pitch, v_table_offset = page_tables(c.block_tables, c.shared_table)
+    pages, pitch, v_table_offset = contract.page_tables(c.block_tables, c.shared_table)
     batch_size = c.block_tables.shape[0]
     seq_lens, mask = viewed("seq_lens", c.seq_lens, -1), c.mask
     if len(seq_lens) != batch_size or (qo_indptr is None and q.shape[0] != batch_size * q_len):
@@ -98,8 +84,8 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
     choice = planned(
         ops.BATCH_DECODE, q.device, "auto",
         *Facts(
-            q.dtype, kv_type(k.dtype), c.out.dtype, q.shape[2], row_elements(v), q.shape[1] // kv_heads, page_size,
-            split_tables=v_table_offset != 0,
+            q.dtype, contract.kv_type(k.dtype), c.out.dtype, q.shape[2], row_elements(v), q.shape[1] // kv_heads,
+            page_size, split_tables=v_table_offset != 0,
         ), 1, ahead=False,
     )  # fmt: skip
     split_kv, heads = ops.NO_SPLIT if c.disable_split_kv else ops.BALANCED, (q.shape[1], kv_heads)
@@ -200,7 +186,7 @@ def _buffers(
     key, shape = id(workspace), (batch_size, q_tiles, head_dim, split_kv, choice.spec)
     entry = _carved.get(key)
     if entry is None or entry[0]() is not workspace:
-        check_workspace(workspace, "workspace_buffer")
+        contract.check_workspace(workspace, "workspace_buffer")
         entry = _carved[key] = weakref.ref(workspace, lambda _: _carved.pop(key, None)), {}
     buffers = entry[1].get(shape)
     if buffers is None:
@@ -213,6 +199,43 @@ def _buffers(
         except ValueError as error:
             raise ValueError(f"workspace_buffer: too small for {batch_size} requests ({error})") from None
     return buffers
+
+
+def _run(c: _Call, q_len: int, by_head: bool, qo_indptr: torch.Tensor | None, max_q_len: int | None) -> None:
+    if by_head:
+        _attend_heads(c, q_len)
+    elif qo_indptr is not None:
+        _attend_ragged(c, qo_indptr, max_q_len, "max_q_len")
+    else:
+        _attend(c, q_len)
+
+
+def _check_options(by_head: bool, cp_world: int, others: bool, shared_table: bool, kv_cache_sf: Any) -> None:
+    """Raises NotImplementedError for options that exclude each other.
+
+    by_head: enable_block_sparse_attention; others: whether an option is set that neither that nor cp_world permits.
+    """
+    if by_head and not shared_table:
+        raise unsupported("uses_shared_paged_kv_idx", False, "pass one table with enable_block_sparse_attention")
+    if others:
+        got, advice = (by_head, cp_world), "leave out cum_seq_lens_q and mask, and window_left with cp_world"
+        raise unsupported("enable_block_sparse_attention, cp_world", got, advice)
+    if kv_cache_sf is not None:
+        raise unsupported("kv_cache_sf", None, "leave out enable_block_sparse_attention")
+
+
+def _results(
+    query: torch.Tensor, v: torch.Tensor, out: Any, lse: Any, return_lse: bool, out_dtype: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`results` of query's dtype, fp16 or bf16; out_dtype is that of a new output."""
+    import torch
+
+    shape = (*query.shape[:2], row_elements(v))
+    result, lse = contract.results(query, shape, out, lse, return_lse, out_dtype if out is None else None)
+    if result.dtype not in (query.dtype, torch.float16, torch.bfloat16):
+        got = f"float16 or bfloat16 is required; got {result.dtype}"
+        raise ValueError(f"out_dtype: the query's ({query.dtype}), {got}")
+    return result, lse
 
 
 @fi_api(trace=tables_trace)
@@ -318,54 +341,25 @@ def trtllm_batch_decode_with_kv_cache(
         NotImplementedError: NVFP4 output; sparse blocks or context parallelism with cum_seq_lens_q or mask; sparse
             blocks with separate tables of K and V or with kv_cache_sf.
     """
-    import torch
-
-    if backend not in _BACKENDS:
-        raise UnknownWordError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
-    refuse_nvfp4(out, out_dtype, o_sf_scale, o_sf_vec_size)
-    if not uses_shared_paged_kv_idx and enable_block_sparse_attention:
-        raise unsupported("uses_shared_paged_kv_idx", False, "pass one table with enable_block_sparse_attention")
+    code(_BACKENDS, backend, "backend")
+    contract.refuse_nvfp4(out, out_dtype, o_sf_scale, o_sf_vec_size)
+    sharded = cp_world != 1 or causal_seqlens_kv_global is not None
     others = (cum_seq_lens_q is not None, mask is not None, cp_world > 1 and window_left >= 0)
-    if (enable_block_sparse_attention or cp_world != 1 or causal_seqlens_kv_global is not None) and any(others):
-        raise unsupported(
-            "enable_block_sparse_attention, cp_world",
-            (enable_block_sparse_attention, cp_world),
-            "leave out cum_seq_lens_q and mask, and window_left with cp_world",
-        )
-    q_len = 1 if q_len_per_req is None else q_len_per_req
-    k, v = cache_pair(kv_cache, kv_layout)
-    check_nvfp4(kv_cache_sf, k, "kv_cache")
-    if kv_cache_sf is not None and enable_block_sparse_attention:
-        raise unsupported("kv_cache_sf", None, "leave out enable_block_sparse_attention")
-    shape = (*query.shape[:2], row_elements(v))
-    dtype = query.dtype
-    if out is not None:
-        dtype = out.dtype
-        check_shape_dtype_device(out, shape, None, query.device, "out")
-    elif out_dtype is not None:
-        dtype = canonicalize_torch_dtype(out_dtype)
-    if dtype not in (query.dtype, torch.float16, torch.bfloat16):
-        raise ValueError(f"out_dtype: the query's ({query.dtype}), float16 or bfloat16 is required; got {dtype}")
-    result = query.new_empty(*shape, dtype=dtype) if out is None else out
-    if lse is not None:
-        check_shape_dtype_device(lse, shape[:2], torch.float32, query.device, "lse")
-    elif return_lse:
-        lse = query.new_empty(*shape[:2], dtype=torch.float32)
-    sm_scale = scale_product(1.0, bmm1_scale) if bmm1_scale_log2 is None else (_LN2, bmm1_scale_log2)
-    if causal_seqlens_kv_global is not None or cp_world != 1:
+    if enable_block_sparse_attention or (sharded and any(others)):
+        _check_options(enable_block_sparse_attention, cp_world, any(others), uses_shared_paged_kv_idx, kv_cache_sf)
+    q_len, cache = 1 if q_len_per_req is None else q_len_per_req, contract.cache_pair(kv_cache, kv_layout)
+    contract.check_nvfp4(kv_cache_sf, cache[0], "kv_cache")
+    result, lse = _results(query, cache[1], out, lse, return_lse, out_dtype)
+    if sharded:
         mask = mask_of_rank(q_len, seq_lens, causal_seqlens_kv_global, cp_world, cp_rank)
     call = _Call(
-        result, lse, query, (k, v), kv_layout, workspace_buffer, block_tables, seq_lens, sm_scale,
+        result, lse, query, cache, kv_layout, workspace_buffer, block_tables, seq_lens,
+        scale_product(1.0, bmm1_scale) if bmm1_scale_log2 is None else (_LN2, bmm1_scale_log2),
         scale_product(1.0, bmm2_scale), window_left, sinks=sinks, mask=mask, enable_pdl=enable_pdl,
         disable_split_kv=disable_split_kv, scales=scales_of(kv_cache_sf, kv_layout),
         shared_table=bool(uses_shared_paged_kv_idx),
     )  # fmt: skip
-    if enable_block_sparse_attention:
-        _attend_heads(call, q_len)
-    elif cum_seq_lens_q is not None:
-        _attend_ragged(call, cum_seq_lens_q, max_q_len, "max_q_len")
-    else:
-        _attend(call, q_len)
+    _run(call, q_len, enable_block_sparse_attention, cum_seq_lens_q, max_q_len)
     return (result, lse) if return_lse and lse is not None else result
 
 
@@ -464,7 +458,7 @@ def xqa(
     """
     if (k_sf_cache is None) is not (v_sf_cache is None):
         raise ValueError(f"k_sf_cache, v_sf_cache: both or neither are required; got {k_sf_cache!r}, {v_sf_cache!r}")
-    check_nvfp4(k_sf_cache, k_cache, "k_cache")
+    contract.check_nvfp4(k_sf_cache, k_cache, "k_cache")
     tokens, heads = (1, 2) if kv_layout == "NHD" else (2, 1)
     if k_cache.ndim != 4 or (k_cache.shape[tokens], k_cache.shape[heads]) != (page_size, num_kv_heads):
         raise ValueError(

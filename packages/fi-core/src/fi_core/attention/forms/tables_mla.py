@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fi_core.attention.contract import check_workspace, flat_tables, number
+from fi_core.attention.contract import check_workspace, flat_tables, number, results
 from fi_core.attention.ops import mla as ops
 from fi_core.observe.log import fi_api
-from fi_core.utils import check_shape_dtype_device, round_up
+from fi_core.utils import round_up
 
 if TYPE_CHECKING:
     import torch
@@ -21,13 +21,23 @@ _ROW_SCALES, _ROW_ROPE, _ROW_BYTES = ops.LATENT, ops.LATENT + 16, ops.LATENT + 1
 _SCALE_FORMATS = ("auto", "arbitrary_fp32", "pow2_fp32", "ue8m0")
 
 
-def _check_widths(kv_lora_rank: int, qk_rope_head_dim: int) -> None:
-    for name, value, required in (
-        ("kv_lora_rank", kv_lora_rank, ops.LATENT),
-        ("qk_rope_head_dim", qk_rope_head_dim, ops.ROPE),
-    ):
+def _check_words(lse_base: str | None, scale_format: str, kv_lora_rank: int, qk_rope_head_dim: int) -> None:
+    if lse_base not in _LSE_BASES:
+        raise ValueError(f"return_lse_base: base2 or basee is required; got {lse_base!r}")
+    if scale_format not in _SCALE_FORMATS:
+        raise ValueError(f"kv_scale_format: one of {', '.join(_SCALE_FORMATS)} is required; got {scale_format!r}")
+    widths = ("kv_lora_rank", kv_lora_rank, ops.LATENT), ("qk_rope_head_dim", qk_rope_head_dim, ops.ROPE)
+    for name, value, required in widths:
         if value != required:
             raise ValueError(f"{name}: {required} is required; got {value!r}")
+
+
+def _rows(query: torch.Tensor, varying: bool) -> tuple[torch.Tensor, int]:
+    """The rows of q, and those of each request; 0 where requests differ. Raises ValueError."""
+    if query.ndim != (3 if varying else 4) or query.shape[-1] != _WIDTH or not query.shape[-2]:
+        required = "[tokens, heads, 576]" if varying else "[batch_size, q_len, heads, 576]"
+        raise ValueError(f"query: {required} is required, of 1 head or more; got {tuple(query.shape)}")
+    return (query, 0) if varying else (query.flatten(0, 1), query.shape[1])
 
 
 class _Cache(NamedTuple):
@@ -195,57 +205,29 @@ def trtllm_batch_decode_with_kv_cache_mla(
     Raises:
         ValueError: shape, dtype, device, stride or width.
     """
-    if return_lse_base not in _LSE_BASES:
-        raise ValueError(f"return_lse_base: base2 or basee is required; got {return_lse_base!r}")
-    if kv_scale_format not in _SCALE_FORMATS:
-        raise ValueError(f"kv_scale_format: one of {', '.join(_SCALE_FORMATS)} is required; got {kv_scale_format!r}")
-    _check_widths(kv_lora_rank, qk_rope_head_dim)
-    sparse = sparse_mla_top_k > 0
-    rank = 4 if cum_seq_lens_q is None else 3
-    if query.ndim != rank or query.shape[-1] != _WIDTH or not query.shape[-2]:
-        required = "[batch_size, q_len, heads, 576]" if cum_seq_lens_q is None else "[tokens, heads, 576]"
-        raise ValueError(f"query: {required} is required, of 1 head or more; got {tuple(query.shape)}")
-    q_len = query.shape[1] if query.ndim == 4 else 0
-    q = query.flatten(0, 1) if query.ndim == 4 else query
-    shape = (*query.shape[:-1], ops.LATENT)
-    if out is None:
-        out = query.new_empty(shape)
-    else:
-        check_shape_dtype_device(out, shape, query.dtype, query.device, "out")
-    if lse is not None:
-        check_shape_dtype_device(lse, q.shape[:2], _float32(), query.device, "lse")
-    elif return_lse:
-        lse = query.new_empty(q.shape[:2], dtype=_float32())
+    _check_words(return_lse_base, kv_scale_format, kv_lora_rank, qk_rope_head_dim)
+    q, q_len = _rows(query, cum_seq_lens_q is not None)
+    shape, sparse = (*query.shape[:-1], ops.LATENT), sparse_mla_top_k > 0
+    out, lse = results(query, shape, out, lse, return_lse, query.dtype, q.shape[:2])
     causal = not sparse and q_len != 1
     context = _context(enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, sparse, causal)
     cache = _cache_of(kv_cache, sparse, query)
     if sparse:
-        table, width, lengths, indptr, per_request = _sparse_tables(
-            block_tables, sparse_mla_top_k, sparse_mla_top_k_lens, q.shape[0]
-        )
-    elif seq_lens is None:
-        raise ValueError("seq_lens: [batch_size] is required without sparse_mla_top_k; got None")
+        tables = _sparse_tables(block_tables, sparse_mla_top_k, sparse_mla_top_k_lens, q.shape[0])
     else:
-        table, width = flat_tables(block_tables)
-        lengths, indptr, per_request = seq_lens, cum_seq_lens_q, q_len
-    batch_size = q.shape[0] if lengths is None else lengths.numel()
-    size, schedule, partials = _carve(workspace_buffer, q.shape[1], batch_size)
-    ops.mla_plan(
-        schedule, lengths, cache.ckv.shape[1], q.shape[1], size.max_ranges, size.narrow_ranges, size.wide_ranges,
-        ops.NARROW_ROWS, ops.WIDE_ROWS * size.cluster, indptr, pages_per_request=width, qo_len=per_request,
-        context_lens=context, batch_size=batch_size,
-    )  # fmt: skip
+        tables = _dense_tables(block_tables, seq_lens, cum_seq_lens_q, q_len)
+    size, schedule, partials = _plan(workspace_buffer, cache, q, tables, context)
     scale, score_scale = _scale(bmm1_scale, "bmm1_scale")
     value_scale, out_scale = _scale(bmm2_scale, "bmm2_scale")
     if not value_scale > 0:
         raise ValueError(f"bmm2_scale: a positive number is required; got {value_scale!r}")
     ops.batch_mla(
         out.flatten(0, 1) if out.ndim == 4 else out, lse, partials, schedule, q[..., : ops.LATENT],
-        q[..., ops.LATENT :], cache.ckv, cache.kpe, table, batch_size, size.max_ranges, size.narrow_ranges,
-        size.wide_ranges, size.cluster, scale / value_scale, causal=causal, ckv_scale=value_scale,
-        kpe_scale=value_scale, ckv_scales=cache.scales, lse_base_e=_LSE_BASES[return_lse_base], sparse=sparse,
-        sinks=_sinks(sinks), score_scale=score_scale, out_scale=out_scale, cp_world=cp_world, cp_rank=cp_rank,
-        enable_pdl=enable_pdl, backend=backend if backend in ("fa2", "fa3") else "auto",
+        q[..., ops.LATENT :], cache.ckv, cache.kpe, tables.table, tables.batch_size(q), **size._asdict(),
+        sm_scale=scale / value_scale, causal=causal, ckv_scale=value_scale, kpe_scale=value_scale,
+        ckv_scales=cache.scales, lse_base_e=_LSE_BASES[return_lse_base], sparse=sparse, sinks=_sinks(sinks),
+        score_scale=score_scale, out_scale=out_scale, cp_world=cp_world, cp_rank=cp_rank, enable_pdl=enable_pdl,
+        backend=backend if backend in ("fa2", "fa3") else "auto",
     )  # fmt: skip
     return (out, lse) if return_lse and lse is not None else out
 
@@ -269,19 +251,33 @@ def xqa_batch_decode_with_kv_cache_mla(
     """`trtllm_batch_decode_with_kv_cache_mla` for dense attention, under XQA's name."""
     return trtllm_batch_decode_with_kv_cache_mla(
         query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens,
-        max_seq_len, 0, out, bmm1_scale, bmm2_scale, sinks, enable_pdl=enable_pdl,
+        max_seq_len, out=out, bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, sinks=sinks, enable_pdl=enable_pdl,
     )  # fmt: skip
 
 
-def _float32() -> torch.dtype:
-    import torch
+class _Tables(NamedTuple):
+    """The page table of a call, flat with `width` entries a request, and lengths.
 
-    return torch.float32
+    lengths: of each request; None: all its entries. indptr: offsets of query tokens; None: q_len each.
+    """
+
+    table: torch.Tensor
+    width: int
+    lengths: torch.Tensor | None
+    indptr: torch.Tensor | None
+    q_len: int
+
+    def batch_size(self, q: torch.Tensor) -> int:
+        return q.shape[0] if self.lengths is None else self.lengths.numel()
 
 
-def _sparse_tables(
-    block_tables: torch.Tensor, top_k: int, lens: torch.Tensor | None, tokens: int
-) -> tuple[torch.Tensor, int, torch.Tensor | None, None, int]:
+def _dense_tables(block_tables: torch.Tensor, seq_lens: Any, indptr: torch.Tensor | None, q_len: int) -> _Tables:
+    if seq_lens is None:
+        raise ValueError("seq_lens: [batch_size] is required without sparse_mla_top_k; got None")
+    return _Tables(*flat_tables(block_tables), seq_lens, indptr, q_len)
+
+
+def _sparse_tables(block_tables: torch.Tensor, top_k: int, lens: torch.Tensor | None, tokens: int) -> _Tables:
     """The tables of sparse attention, in which each query token is a request of its own."""
     if block_tables.shape[-1] != top_k or block_tables.numel() != tokens * top_k or not block_tables.is_contiguous():
         raise ValueError(
@@ -290,16 +286,24 @@ def _sparse_tables(
         )
     if lens is not None and lens.numel() != tokens:
         raise ValueError(f"sparse_mla_top_k_lens: {tokens} lengths are required; got {lens.numel()}")
-    return block_tables.view(-1), top_k, None if lens is None else lens.view(-1), None, 1
+    return _Tables(block_tables.view(-1), top_k, None if lens is None else lens.view(-1), None, 1)
 
 
-def _carve(workspace: torch.Tensor, heads: int, batch_size: int) -> tuple[ops.Sizes, torch.Tensor, torch.Tensor]:
-    """The schedules at the beginning of a workspace, and the partials behind them."""
+def _plan(
+    workspace: torch.Tensor, cache: _Cache, q: torch.Tensor, tables: _Tables, context: torch.Tensor | None
+) -> tuple[ops.Sizes, torch.Tensor, torch.Tensor]:
+    """The grid, the schedules, which are planned at the beginning of the workspace, and the partials behind them."""
     import torch
 
     check_workspace(workspace, "workspace_buffer")
-    flat = workspace.view(torch.uint8).view(-1)
+    flat, heads, batch_size = workspace.view(torch.uint8).view(-1), q.shape[1], tables.batch_size(q)
     first = round_up(4 * ops.words(ops.sizes(workspace.device, heads), batch_size), 256)
     if flat.numel() <= first:
         raise ValueError(f"workspace_buffer: more than {first} bytes are required; got {flat.numel()}")
-    return ops.place(flat[:first], flat[first:], heads, batch_size)
+    size, schedule, partials = ops.place(flat[:first], flat[first:], heads, batch_size)
+    ops.mla_plan(
+        schedule, tables.lengths, cache.ckv.shape[1], heads, size.max_ranges, size.narrow_ranges, size.wide_ranges,
+        ops.NARROW_ROWS, ops.WIDE_ROWS * size.cluster, qo_indptr=tables.indptr, pages_per_request=tables.width,
+        qo_len=tables.q_len, context_lens=context, batch_size=batch_size,
+    )  # fmt: skip
+    return size, schedule, partials

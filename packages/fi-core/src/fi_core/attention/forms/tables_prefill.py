@@ -4,27 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import (
-    LAYOUTS,
-    cache_pair,
-    check_nvfp4,
-    code,
-    kv_type,
-    page_tables,
-    refuse_nvfp4,
-    row_elements,
-    scale_product,
-    scales_of,
-    unsupported,
-    viewed,
-)
+from fi_core.attention import contract
+from fi_core.attention.contract import LAYOUTS, code, kv_type, results, row_elements, scale_product, unsupported
 from fi_core.attention.forms.prefill_trace import tables_trace
 from fi_core.attention.ops import prefill as ops
 from fi_core.attention.ops.request import Facts
 from fi_core.observe.log import fi_api
-from fi_core.runtime.errors import UnknownWordError
 from fi_core.runtime.launch.operator import planned
-from fi_core.utils import PosEncodingMode, canonicalize_torch_dtype, check_shape_dtype_device, int32_index
+from fi_core.utils import PosEncodingMode, int32_index
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +19,7 @@ if TYPE_CHECKING:
     Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     Scale = float | torch.Tensor
 
-_BACKENDS = ("auto", "trtllm-gen", "cute-dsl", "cutlass")
+_BACKENDS = dict.fromkeys(("auto", "trtllm-gen", "cute-dsl", "cutlass"), 0)
 
 
 def attend_once(
@@ -99,25 +86,6 @@ def attend_once(
     )  # fmt: skip
 
 
-def results(
-    query: torch.Tensor, dim: int, out: Any, out_dtype: Any, lse: torch.Tensor | None, return_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The tensors that are written: out, and lse if it is wanted."""
-    import torch
-
-    shape = (*query.shape[:2], dim)
-    if out is None:
-        out = query.new_empty(shape, dtype=query.dtype if out_dtype is None else canonicalize_torch_dtype(out_dtype))
-    else:
-        wanted = None if out_dtype is None else canonicalize_torch_dtype(out_dtype)
-        check_shape_dtype_device(out, shape, wanted, query.device, "out")
-    if lse is not None:
-        check_shape_dtype_device(lse, shape[:2], torch.float32, query.device, "lse")
-    elif return_lse:
-        lse = query.new_empty(*shape[:2], dtype=torch.float32)
-    return out, lse
-
-
 def attend_tables(
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -132,7 +100,7 @@ def attend_tables(
 ) -> None:
     """`attend_once` over a block table; shared_table: as `shared` of `page_tables`."""
     layout, (k, v) = code(LAYOUTS, kv_layout, "kv_layout"), cache
-    pages, pitch, v_table_offset = page_tables(block_tables, shared_table)
+    pages, pitch, v_table_offset = contract.page_tables(block_tables, shared_table)
     batch_size = block_tables.shape[0]
     if seq_lens.numel() != batch_size or qo_indptr.numel() != batch_size + 1:
         raise ValueError(
@@ -141,7 +109,7 @@ def attend_tables(
         )
     attend_once(
         out, lse, query, k, v, layout, batch_size, qo_indptr=int32_index(qo_indptr),
-        kv_len=int32_index(viewed("seq_lens", seq_lens, -1)), page_indices=pages, pages_per_request=pitch,
+        kv_len=int32_index(contract.viewed("seq_lens", seq_lens, -1)), page_indices=pages, pages_per_request=pitch,
         v_table_offset=v_table_offset, **options,
     )  # fmt: skip
 
@@ -221,13 +189,12 @@ def trtllm_batch_context_with_kv_cache(
             at import, which synchronises.
         NotImplementedError: NVFP4 output.
     """
-    if backend not in _BACKENDS:
-        raise UnknownWordError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
-    refuse_nvfp4(out, out_dtype, None if o_sf_scale == 1.0 else o_sf_scale, o_sf_vec_size)
-    cache = cache_pair(kv_cache, kv_layout)
-    check_nvfp4(kv_cache_sf, cache[0], "kv_cache")
-    k_scales, v_scales = scales_of(kv_cache_sf, kv_layout)
-    result, lse = results(query, row_elements(cache[1]), out, out_dtype, lse, return_lse)
+    code(_BACKENDS, backend, "backend")
+    contract.refuse_nvfp4(out, out_dtype, None if o_sf_scale == 1.0 else o_sf_scale, o_sf_vec_size)
+    cache = contract.cache_pair(kv_cache, kv_layout)
+    contract.check_nvfp4(kv_cache_sf, cache[0], "kv_cache")
+    k_scales, v_scales = contract.scales_of(kv_cache_sf, kv_layout)
+    result, lse = results(query, (*query.shape[:2], row_elements(cache[1])), out, lse, return_lse, out_dtype)
     if len(cum_seq_lens_q) != batch_size + 1:
         raise ValueError(
             f"cum_seq_lens_q: batch_size + 1 = {batch_size + 1} elements are required; got {len(cum_seq_lens_q)}"
@@ -295,13 +262,12 @@ def trtllm_ragged_attention_deepseek(
         members = came if isinstance(came, (tuple, list)) else (came,)
         if any(x is not None and not (isinstance(x, int) and x == 0) for x in members):
             raise unsupported(name, came, "pass 16-bit tensors, or e4m3 ones with their scale in bmm1_scale")
-    if backend not in _BACKENDS:
-        raise UnknownWordError(f"backend: allowed are {', '.join(_BACKENDS)}; got {backend!r}")
-    refuse_nvfp4(out, None, None if o_sf_scale in (1.0, -1.0) else o_sf_scale, None)
+    code(_BACKENDS, backend, "backend")
+    contract.refuse_nvfp4(out, None, None if o_sf_scale in (1.0, -1.0) else o_sf_scale, None)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 3:
             raise ValueError(f"{name}: shape [tokens, heads, head_dim] is required; got {tuple(x.shape)}")
-    result, lse = results(query, value.shape[2], out, None, lse, return_lse)
+    result, lse = results(query, (*query.shape[:2], value.shape[2]), out, lse, return_lse)
     attend_once(
         result, lse, query, key, value, 0, batch_size, qo_indptr=int32_index(cum_seq_lens_q),
         kv_indptr=int32_index(cum_seq_lens_kv), causal=is_causal, window_left=window_left,

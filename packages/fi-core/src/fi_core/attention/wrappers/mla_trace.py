@@ -76,7 +76,8 @@ def _plan(wrapper: Callable[..., Any], x: Mapping[str, Any]) -> Any:
     planned = wrapper(torch.empty(_WORKSPACE, dtype=torch.uint8, device=x["q_nope"].device))
     planned.plan(
         x["qo_indptr"], x["kv_indptr"], x["kv_indices"], x["kv_len_arr"], x["q_nope"].shape[1], 512, 64,
-        x["ckv_cache"].shape[1], x["causal"], x["sm_scale"], x["q_nope"].dtype, x["ckv_cache"].dtype,
+        page_size=x["ckv_cache"].shape[1], causal=x["causal"], sm_scale=x["sm_scale"], q_data_type=x["q_nope"].dtype,
+        kv_data_type=x["ckv_cache"].dtype,
     )  # fmt: skip
     return planned
 

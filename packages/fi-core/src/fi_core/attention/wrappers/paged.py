@@ -210,7 +210,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             KeyError: pos_encoding_mode.
             UnsupportedError: the backend does not support the request.
         """
-        self._forget_plan()
         head_dim_vo = head_dim_vo or head_dim_qk
         self._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
         tables = qo_indptr, paged_kv_indptr

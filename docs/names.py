@@ -23,8 +23,8 @@ _Parameter = inspect.Parameter
 
 
 def _plain(default: Any) -> bool:
-    """Whether a default can be compared: the recorded default of an enum or dtype is its name."""
-    return default is not _Parameter.empty and not (isinstance(default, str) and "." in default)
+    """Whether a default can be compared: the recorded default of an enum or dtype is its name, others are code."""
+    return default is not _Parameter.empty and not (isinstance(default, str) and ("." in default or " " in default))
 
 
 def differences(theirs: inspect.Signature, ours: inspect.Signature) -> list[str]:

@@ -117,3 +117,10 @@ def test_a_refused_dispatch_sends_nothing() -> None:
     assert received.flatten().tolist() == [0, 0, 0, -1]
     exchange.destroy()
     exchange.destroy()
+
+
+def test_a_mapping_as_a_dict() -> None:
+    mapping = Mapping(16, 9, tp_size=4, pp_size=4, moe_ep_size=2)
+    assert Mapping.from_dict(mapping.to_dict()) == mapping and mapping.to_dict()["moe_tp_size"] == 2
+    assert (mapping.get_node_rank(9), mapping.get_local_rank(9)) == (mapping.node_rank, mapping.local_rank) == (1, 1)
+    assert mapping.is_second_last_pp_rank() and not Mapping(16, 13, tp_size=4, pp_size=4).is_second_last_pp_rank()

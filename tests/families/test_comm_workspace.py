@@ -12,6 +12,8 @@ import torch
 from fi_core import comm
 from fi_core.comm import memory
 from fi_core.comm.mnnvl import MnnvlConfig, OneRank
+from fi_core.errors import BackendSupportedError
+from fi_core.quantization.layout import SfLayout
 
 
 def test_experts_that_the_workspace_cannot_hold() -> None:
@@ -91,3 +93,63 @@ def test_memory_of_a_rank_that_another_cannot_map_is_given_back(monkeypatch: pyt
     with pytest.raises(RuntimeError, match="rank 1 cannot map the memory of rank 2: no peer access"):
         memory.SharedMemory(64, torch.device("cuda", 0), Group())
     assert done == ["open", "open", "open", "close 201", "close 203", "barrier", "free 100"]
+
+
+def _exchange() -> comm.MoeAlltoAll:
+    config, mapping = MnnvlConfig(OneRank()), comm.Mapping(1, 0, tp_size=1, moe_ep_size=1)
+    return comm.MoeAlltoAll(mapping, 4, 1, 4, hidden_size=8, mnnvl_config=config, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("step", "option"),
+    [
+        ("dispatch", {"eplb_local_stats": torch.ones(4, dtype=torch.int32)}),
+        ("dispatch", {"active_rank_mask": torch.ones(1, dtype=torch.uint64)}),
+        ("combine", {"output_scales": torch.ones(4)}),
+        ("combine", {"output_scalar_scale": 2.0}),
+        ("combine", {"sf_layout": SfLayout.layout_128x4}),
+        ("combine", {"use_low_precision": True}),
+    ],
+)
+def test_an_exchange_refuses_what_it_lacks(step: str, option: dict[str, Any]) -> None:
+    """The argument is named, and the state of the exchange stays: the plain call succeeds after."""
+    exchange, ids = _exchange(), torch.zeros(3, 1, dtype=torch.int32)
+    refused = pytest.raises(NotImplementedError, match=f"{next(iter(option))}: not supported, leave it out.*; got")
+    if step == "dispatch":
+        with refused:
+            exchange.dispatch(ids, [ids], 4, **option)
+    exchange.dispatch(ids, [ids], 4)
+    if step == "combine":
+        with refused:
+            exchange.combine(torch.zeros(1, 4, 8), 4, **option)
+    assert exchange.combine(torch.ones(1, 4, 8), 4).tolist() == [[1.0] * 8] * 3
+    assert exchange.eplb_gathered_stats is None
+
+
+def test_functions_of_an_exchange_take_flashinfers_arguments() -> None:
+    """By position, as engines call; the output is the caller's tensor."""
+    exchange, ids, out = _exchange(), torch.tensor([[1], [0], [3]], dtype=torch.int32), torch.zeros(3, 8)
+    about = comm.moe_a2a_initialize(exchange.workspace, 0, 1, 4, 0, backend="trtllm")
+    group = (exchange.workspace, about, 4, 0, 1, 1)
+    (received,), offset = comm.moe_a2a_dispatch(ids, [ids], *group, 4, True, None, False, None, recv_view_cache={})
+    assert received.flatten().tolist()[:3] == [1, 0, 3]
+    payload = torch.arange(32.0).view(1, 4, 8)
+    linear = SfLayout.layout_linear
+    found = comm.moe_a2a_combine(payload, 3, *group, offset, False, torch.float32, None, 1.0, linear, out)
+    assert found is out and torch.equal(out, payload[0, :3])
+    with pytest.raises(BackendSupportedError, match="backend: 'trtllm' is required; got 'nccl'"):
+        comm.moe_a2a_initialize(exchange.workspace, 0, 1, 4, backend="nccl")
+
+
+def test_a_workspace_of_trtllm_by_its_class() -> None:
+    """Its positions are FlashInfer's: the size of the group before the rank; the base class cannot be made."""
+    made = comm.TRTLLMAllReduceFusionWorkspace(1, 0, 8, 64, torch.bfloat16, OneRank())
+    assert isinstance(made, comm.AllReduceFusionWorkspace) and made.backend == "trtllm"
+    assert made.is_buffer_size_sufficient(1, 8, 64, torch.bfloat16)
+    assert not made.is_buffer_size_sufficient(1, 9, 64, torch.bfloat16)
+    x = torch.ones(2, 64, dtype=torch.bfloat16)
+    assert torch.equal(comm.allreduce_fusion(x, made, comm.AllReduceFusionPattern.kAllReduce), x)
+    with pytest.raises(ValueError, match="tp_size: 1, that of the group, is required; got 2"):
+        comm.TRTLLMAllReduceFusionWorkspace(2, 0, 8, 64, torch.bfloat16, OneRank())
+    with pytest.raises(TypeError, match="abstract"):
+        comm.AllReduceFusionWorkspace(1, 0)  # type: ignore[abstract]

@@ -13,7 +13,7 @@ from families.harness import rand
 from fi_core import comm
 from fi_core.comm import dcp_alltoall, moe_alltoall, trtllm_ar, trtllm_custom_ar, vllm_ar
 from fi_core.comm.mnnvl import MnnvlConfig, OneRank
-from fi_core.comm.workspace import AllReduceFusionWorkspace, CommWorkspace
+from fi_core.comm.workspace import CommWorkspace, TRTLLMAllReduceFusionWorkspace
 
 Call = tuple[Callable[..., Any], dict[str, Any]]
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -112,7 +112,7 @@ def _partial_attention() -> Call:
 
 
 def _all_reduce() -> Call:
-    workspace = AllReduceFusionWorkspace(MOST, 64, BF16, CPU, OneRank(), 20.0)
+    workspace = TRTLLMAllReduceFusionWorkspace(1, 0, MOST, 64, BF16, OneRank(), device=CPU, timeout=20.0)
     pointers = workspace.shared["peers"]
     trtllm_ar.workspaces[pointers.data_ptr()] = workspace
     x = _rows()
@@ -128,7 +128,7 @@ def _all_reduce() -> Call:
 
 def _scatter() -> Call:
     """With scales of groups, whose quantization has the most outputs."""
-    workspace, x = AllReduceFusionWorkspace(MOST, 64, BF16, CPU, OneRank(), 20.0), _rows()
+    workspace, x = TRTLLMAllReduceFusionWorkspace(1, 0, MOST, 64, BF16, OneRank(), device=CPU, timeout=20.0), _rows()
     scales = torch.zeros(1, 4, dtype=torch.int32)[:, :3].t()
     return comm.reduce_scatter_fusion, {
         "input": x, "workspace": workspace, "pattern": 9, "residual_in": _rows(), "residual_out": torch.empty_like(x),
@@ -145,7 +145,7 @@ def _gather() -> Call:
 
 def _of_experts(pattern: int) -> Call:
     """A pattern of experts, with scales of fp32."""
-    workspace, x = AllReduceFusionWorkspace(MOST, 64, BF16, CPU, OneRank(), 20.0), _rows()
+    workspace, x = TRTLLMAllReduceFusionWorkspace(1, 0, MOST, 64, BF16, OneRank(), device=CPU, timeout=20.0), _rows()
     results = rand(2, 3, 64, dtype=BF16, device="cpu")
     given = {
         6: {
@@ -186,7 +186,7 @@ def _trtllm_experts(reduction: bool) -> Call:
 
 
 def _trtllm_custom() -> Call:
-    workspace = AllReduceFusionWorkspace(MOST, 64, BF16, CPU, OneRank(), 20.0)
+    workspace = TRTLLMAllReduceFusionWorkspace(1, 0, MOST, 64, BF16, OneRank(), device=CPU, timeout=20.0)
     pointers, x = workspace.shared["peers"], _rows()
     trtllm_custom_ar.workspaces[tuple(pointers.tolist())] = workspace
     others = ("peer_barrier_ptrs_in", "peer_barrier_ptrs_out", "bias")

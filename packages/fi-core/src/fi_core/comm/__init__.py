@@ -49,7 +49,7 @@ from fi_core.comm.vllm_ar import (
     vllm_register_buffer,
     vllm_register_graph_buffers,
 )
-from fi_core.comm.workspace import AllReduceFusionWorkspace
+from fi_core.comm.workspace import AllReduceFusionWorkspace, TRTLLMAllReduceFusionWorkspace
 
 __all__ = [
     "AllReduceFusionOp",
@@ -65,6 +65,7 @@ __all__ = [
     "MnnvlConfig",
     "MoeAlltoAll",
     "QuantizationSFLayout",
+    "TRTLLMAllReduceFusionWorkspace",
     "TorchDistBackend",
     "allreduce_fusion",
     "compute_fp4_swizzled_layout_sf_size",

@@ -116,6 +116,8 @@ def decode_cp_a2a_alltoall(
     workspace: torch.Tensor,
     cp_rank: int,
     cp_size: int,
+    enable_pdl: bool | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exchanges partial attention results: rank i gets what every rank has computed for it.
 
@@ -124,6 +126,8 @@ def decode_cp_a2a_alltoall(
         softmax_stats: `[..., cp_size, n]`, of the same leading dimensions, such as maximum and sum.
         workspace: of `decode_cp_a2a_allocate_mnnvl_workspace`.
         cp_rank, cp_size: of the workspace.
+        enable_pdl: accepted; the launches do not overlap.
+        out: like partial_o and softmax_stats, to be written; allocated if None.
 
     Returns:
         partial_o and softmax_stats with the shapes of the arguments: row j is of rank j, for this rank.
@@ -139,6 +143,12 @@ def decode_cp_a2a_alltoall(
     for name, tensor in (("partial_o", partial_o), ("softmax_stats", softmax_stats)):
         if tensor.dim() < 2 or tensor.shape[-2] != cp_size:
             raise ValueError(f"{name}: shape [..., {cp_size}, n] is required; got {list(tensor.shape)}")
+    for written, like in zip(out or (), (partial_o, softmax_stats), strict=out is not None):
+        if (written.shape, written.dtype) != (like.shape, like.dtype):
+            raise ValueError(
+                f"out: {like.dtype} of shape {list(like.shape)} is required; got {written.dtype} of shape "
+                f"{list(written.shape)}"
+            )
     parts = [t.movedim(-2, 0).reshape(cp_size, -1).contiguous().view(torch.uint8) for t in (partial_o, softmax_stats)]
     widths = [part.shape[1] for part in parts]
     begin = round_up(widths[0], 16)  # of the statistics, aligned for their elements
@@ -152,4 +162,9 @@ def decode_cp_a2a_alltoall(
         rows = received[:, first : first + width].contiguous().view(like.dtype)
         return rows.view(cp_size, *like.shape[:-2], like.shape[-1]).movedim(0, -2).contiguous()
 
-    return restored(partial_o, 0, widths[0]), restored(softmax_stats, begin, widths[1])
+    results = restored(partial_o, 0, widths[0]), restored(softmax_stats, begin, widths[1])
+    if out is None:
+        return results
+    for tensor, result in zip(out, results):
+        tensor.copy_(result)
+    return out

@@ -7,12 +7,21 @@ from typing import TYPE_CHECKING
 from fi_core.comm import ops
 from fi_core.comm.dcp_alltoall import AllToAllWorkspace
 from fi_core.comm.mnnvl import CommBackend, OneRank, TorchDistBackend
-from fi_core.comm.workspace import AllReduceFusionWorkspace, check_group, device_of, shots_of
+from fi_core.comm.workspace import TRTLLMAllReduceFusionWorkspace, check_group, device_of, shots_of
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["HierarchicalWorkspace", "create_allreduce_fusion_workspace"]
+
+
+def _on_host(
+    max_token_num: int, hidden_dim: int, dtype: torch.dtype, device: torch.device, ranks: CommBackend, timeout: float
+) -> TRTLLMAllReduceFusionWorkspace:
+    size, rank = ranks.Get_size(), ranks.Get_rank()
+    return TRTLLMAllReduceFusionWorkspace(
+        size, rank, max_token_num, hidden_dim, dtype, ranks, device=device, timeout=timeout
+    )
 
 
 class _Hosts:
@@ -43,7 +52,7 @@ class _Hosts:
             )
         inside = comm_backend.Split(rank // gpus_per_node, rank)
         self.between = comm_backend.Split(rank % gpus_per_node, rank)
-        self.reduction = AllReduceFusionWorkspace(max_token_num, hidden_dim, dtype, device, inside, timeout)
+        self.reduction = _on_host(max_token_num, hidden_dim, dtype, device, inside, timeout)
         self.gathering = AllToAllWorkspace(device, inside, timeout)
 
     def sum(self, input: torch.Tensor) -> torch.Tensor:
@@ -77,13 +86,13 @@ class _Hosts:
         self.gathering.destroy()
 
 
-class HierarchicalWorkspace(AllReduceFusionWorkspace):
+class HierarchicalWorkspace(TRTLLMAllReduceFusionWorkspace):
     """Memory for `allreduce_fusion` on the ranks of several hosts; `create_allreduce_fusion_workspace` makes it.
 
     What follows the sum is computed by every rank for itself, on a workspace of one rank.
 
     Args:
-        max_token_num, hidden_dim, dtype, device, comm_backend, timeout: as of `AllReduceFusionWorkspace`.
+        max_token_num, hidden_dim, dtype, device, comm_backend, timeout: as of `TRTLLMAllReduceFusionWorkspace`.
         gpus_per_node: ranks of a host, which follow one another.
 
     Raises:
@@ -105,7 +114,7 @@ class HierarchicalWorkspace(AllReduceFusionWorkspace):
         gpus_per_node: int,
     ) -> None:
         self._hosts = _Hosts(max_token_num, hidden_dim, dtype, device, comm_backend, timeout, gpus_per_node)
-        super().__init__(max_token_num, hidden_dim, dtype, device, OneRank(), timeout)
+        super().__init__(1, 0, max_token_num, hidden_dim, dtype, OneRank(), device=device, timeout=timeout)
         self.rank, self.world_size = comm_backend.Get_rank(), comm_backend.Get_size()
 
     def prepared(self, input: torch.Tensor, use_oneshot: bool | None) -> tuple[torch.Tensor, int]:
@@ -144,7 +153,7 @@ def create_allreduce_fusion_workspace(
     config: object | None = None,
     device: torch.device | None = None,
     timeout: float = 300.0,
-) -> AllReduceFusionWorkspace:
+) -> TRTLLMAllReduceFusionWorkspace:
     """Allocates the workspace of `allreduce_fusion`; collective, with equal arguments on all ranks.
 
     Args:
@@ -193,4 +202,4 @@ def create_allreduce_fusion_workspace(
         return HierarchicalWorkspace(
             max_token_num, hidden_dim, dtype, device, comm_backend, timeout, gpus_per_node=gpus_per_node
         )
-    return AllReduceFusionWorkspace(max_token_num, hidden_dim, dtype, device, comm_backend, timeout)
+    return _on_host(max_token_num, hidden_dim, dtype, device, comm_backend, timeout)

@@ -30,6 +30,8 @@ class Mapping:
         ValueError: The sizes do not multiply to the number of ranks, or rank is none of them.
     """
 
+    rank: int = 0
+
     def __init__(
         self,
         world_size: int = 1,
@@ -99,6 +101,15 @@ class Mapping:
 
     def __repr__(self) -> str:
         return f"Mapping({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments of this mapping by name, as `from_dict` takes them."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_dict(cls, mapping: dict[str, Any]) -> Mapping:
+        """The mapping of `to_dict`."""
+        return cls(**mapping)
 
     # Ranks
 
@@ -188,12 +199,20 @@ class Mapping:
     @property
     def node_rank(self) -> int:
         """The node of this rank."""
-        return self.rank // self.gpus_per_node
+        return self.get_node_rank(self.rank)
 
     @property
     def local_rank(self) -> int:
         """The rank within its node."""
-        return self.rank % self.gpus_per_node
+        return self.get_local_rank(self.rank)
+
+    def get_node_rank(self, rank: int) -> int:
+        """The node of a rank."""
+        return rank // self.gpus_per_node
+
+    def get_local_rank(self, rank: int) -> int:
+        """A rank within its node."""
+        return rank % self.gpus_per_node
 
     def is_multi_node(self) -> bool:
         """Whether there are several nodes."""
@@ -232,6 +251,10 @@ class Mapping:
     def is_last_pp_rank(self) -> bool:
         """Whether this is the last stage."""
         return self.pp_rank == self.pp_size - 1
+
+    def is_second_last_pp_rank(self) -> bool:
+        """Whether this is the stage before the last."""
+        return self.pp_rank == self.pp_size - 2
 
     def prev_pp_rank(self) -> int:
         """The rank of the stage before, in a ring."""

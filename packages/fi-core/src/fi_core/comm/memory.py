@@ -45,9 +45,17 @@ class CudaRTLibrary:
         self.lib.cudaGetErrorString.restype = ctypes.c_char_p
 
     def _call(self, name: str, *arguments: Any) -> None:
-        result = getattr(self.lib, name)(*arguments)
+        self.CUDART_CHECK(getattr(self.lib, name)(*arguments), name)
+
+    def CUDART_CHECK(self, result: int, name: str = "result") -> None:
+        """Raises RuntimeError with the text of a result that is not 0, cudaSuccess."""
         if result:
-            raise RuntimeError(f"{name}: {self.lib.cudaGetErrorString(result).decode()}")
+            raise RuntimeError(f"{name}: {self.cudaGetErrorString(result)}")
+
+    def cudaGetErrorString(self, error: int) -> str:
+        """The text of a result."""
+        text: bytes = self.lib.cudaGetErrorString(error)
+        return text.decode()
 
     def cudaSetDevice(self, device: int) -> None:
         """Makes a device current."""

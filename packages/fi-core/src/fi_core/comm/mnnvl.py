@@ -127,12 +127,12 @@ class MnnvlConfig:
 
     Args:
         comm_backend: exchanges the handles; None: torch.distributed's world.
-        fabric_page_size, allocation_granularity: accepted; memory is shared by CUDA IPC, which has no such sizes.
+        allocation_granularity, fabric_page_size: accepted; memory is shared by CUDA IPC, which has no such sizes.
     """
 
     comm_backend: CommBackend | None = None
-    fabric_page_size: int = 1 << 29
     allocation_granularity: int = 0
+    fabric_page_size: int = 1 << 29
 
 
 def ranks_of(config: MnnvlConfig | None) -> CommBackend:
@@ -149,6 +149,6 @@ def ranks_of(config: MnnvlConfig | None) -> CommBackend:
     return TorchDistBackend()
 
 
-def all_ranks_agree(comm_backend: CommBackend, value: bool) -> bool:
-    """Whether the value is true on every rank of the group; every rank must call it."""
-    return all(comm_backend.allgather(bool(value)))
+def all_ranks_agree(comm: CommBackend, local: bool) -> bool:
+    """Whether `local` is true on every rank of the group; every rank must call it."""
+    return all(comm.allgather(bool(local)))

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fi_core.comm import ops
 from fi_core.comm.mapping import Mapping
-from fi_core.comm.mnnvl import MnnvlConfig, ranks_of
-from fi_core.comm.workspace import MAX_WORLD, CommWorkspace, device_of, find_by_address
+from fi_core.comm.mnnvl import MnnvlConfig
+from fi_core.comm.moe_exchange import (
+    ALIGNMENT,
+    MAX_PAYLOADS,
+    MoeExchange,
+    exchange_of,
+    exchanges,
+    refuse_combine,
+    refuse_exchange,
+)
+from fi_core.comm.workspace import check_backend, device_of
 from fi_core.observe.log import fi_api
+from fi_core.quantization.layout import SfLayout
 from fi_core.utils import round_up
 
 if TYPE_CHECKING:
@@ -24,10 +33,6 @@ __all__ = [
     "moe_a2a_wrap_payload_tensor_in_workspace",
 ]
 
-_ALIGNMENT = 128  # of tensors in a workspace
-_CONTROL_BYTES = 512  # MoeControl of fi/comm/moe_exchange.h
-_MAX_PAYLOADS = 4
-
 
 def moe_a2a_get_workspace_size_per_rank(
     ep_size: int,
@@ -35,6 +40,8 @@ def moe_a2a_get_workspace_size_per_rank(
     total_dispatch_payload_size_per_token: int,
     combine_payload_size_per_token: int,
     eplb_stats_num_experts: int = 0,
+    *,
+    backend: str = "trtllm",
 ) -> int:
     """Bytes of the workspace of a rank.
 
@@ -44,131 +51,16 @@ def moe_a2a_get_workspace_size_per_rank(
         total_dispatch_payload_size_per_token: bytes of a token in all payloads of a dispatch.
         combine_payload_size_per_token: bytes of a token in a combine.
         eplb_stats_num_experts: must be 0; statistics for load balancing are not exchanged.
+        backend: "trtllm".
 
     Raises:
-        ValueError: eplb_stats_num_experts is not 0.
+        NotImplementedError: eplb_stats_num_experts is not 0.
+        BackendSupportedError: backend is another.
     """
-    if eplb_stats_num_experts:
-        raise ValueError(f"eplb_stats_num_experts: 0 is required; got {eplb_stats_num_experts}")
+    refuse_exchange(backend, eplb_stats_num_experts=eplb_stats_num_experts)
     rows = ep_size * max_num_tokens
-    dispatch = rows * total_dispatch_payload_size_per_token + _MAX_PAYLOADS * _ALIGNMENT
-    return round_up(dispatch, _ALIGNMENT) + round_up(rows * combine_payload_size_per_token, _ALIGNMENT)
-
-
-class _Exchange(CommWorkspace):
-    """The workspace of a group, and the state between a dispatch and its combine."""
-
-    def __init__(
-        self, size: int, device: torch.device, config: MnnvlConfig | None, ranks: list[int], timeout: float
-    ) -> None:
-        comm = ranks_of(config)
-        if comm.Get_size() != len(ranks):
-            comm = comm.Split(min(ranks), comm.Get_rank())
-        # Ranks on CPUs publish whole tensors in a rotation; GPUs write to each other's tensors.
-        rotation = _ALIGNMENT if device.type == "cuda" else round_up(size + 4096, _ALIGNMENT)
-        super().__init__(device, comm, rotation, _CONTROL_BYTES + size, timeout)
-        self.data = self.buffer[self.more_offset + _CONTROL_BYTES :]
-        self.rows: torch.Tensor | None = None  # of the dispatch that awaits its combine
-        self.max_tokens = 0
-        self.counts: torch.Tensor | None = None
-
-    def tensor_at(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        bytes_needed = dtype.itemsize
-        for size in shape:
-            bytes_needed *= size
-        if offset + bytes_needed > self.data.numel():
-            raise ValueError(
-                f"workspace: {offset + bytes_needed} bytes are required by these sizes; got {self.data.numel()}"
-            )
-        return self.data[offset : offset + bytes_needed].view(dtype).view(shape)
-
-    def dispatch(
-        self, experts: torch.Tensor, payloads: list[torch.Tensor], max_tokens: int, num_experts: int
-    ) -> tuple[list[torch.Tensor], int]:
-        import torch
-
-        if not 1 <= len(payloads) <= _MAX_PAYLOADS:
-            raise ValueError(f"input_payloads: 1 to {_MAX_PAYLOADS} tensors are required; got {len(payloads)}")
-        if experts.dim() != 2 or experts.shape[0] > max_tokens:
-            raise ValueError(
-                f"token_selected_experts: shape [tokens, top_k] with at most {max_tokens} tokens, "
-                f"runtime_max_tokens_per_rank, is required; got {list(experts.shape)}"
-            )
-        received, offset = [], 0
-        for index, payload in enumerate(payloads):
-            if not isinstance(payload, torch.Tensor) or payload.is_nested:
-                raise TypeError(f"input_payloads: dense tensors are required; got {type(payload).__name__} at {index}")
-            tensor = self.tensor_at(offset, (self.world_size, max_tokens, *payload.shape[1:]), payload.dtype)
-            received.append(tensor)
-            offset = round_up(offset + tensor.numel() * tensor.element_size(), _ALIGNMENT)
-        rows = torch.empty(experts.shape[0], MAX_WORLD, dtype=torch.int32, device=experts.device)
-        counts = torch.empty(self.world_size, dtype=torch.int32, device=experts.device)
-        pairs: dict[str, Any] = {}
-        for index, (payload, tensor) in enumerate(zip(payloads, received)):
-            pairs[f"payload{index}"], pairs[f"received{index}"] = payload, tensor
-        ops.moe_dispatch(
-            experts, control_offset=self.more_offset, num_experts=num_experts, rows=rows, counts=counts, **pairs,
-            **self.shared,
-        )  # fmt: skip
-        self.rows, self.counts, self.max_tokens = rows, counts, max_tokens
-        return received, offset
-
-    def place(self, payload: torch.Tensor, offset: int) -> torch.Tensor:
-        """The payload of a combine, copied to an offset of the workspace."""
-        self._check(payload)
-        if offset < 0 or offset % _ALIGNMENT:
-            raise ValueError(f"combine_payload_offset: the offset of a dispatch is required; got {offset}")
-        inside = self.tensor_at(offset, tuple(payload.shape), payload.dtype)
-        try:
-            return inside.copy_(payload)
-        except (RuntimeError, AssertionError):  # a sparse or a fake one
-            raise TypeError(f"payload: a dense tensor with data is required; got {type(payload).__name__}") from None
-
-    def _check(self, payload: torch.Tensor) -> None:
-        if payload.dim() != 3 or payload.shape[:2] != (self.world_size, self.max_tokens):
-            raise ValueError(
-                f"payload: shape [{self.world_size}, {self.max_tokens}, hidden], as dispatched, is required; got "
-                f"{list(payload.shape)}"
-            )
-
-    def combine(self, payload: torch.Tensor, output: torch.Tensor) -> None:
-        assert self.rows is not None
-        self._check(payload)
-        ops.moe_combine(payload, control_offset=self.more_offset, rows=self.rows, out=output, **self.shared)
-        self.rows = None
-
-    def invalidate(self, expert_ids: torch.Tensor, invalid_expert_id: int) -> None:
-        """Writes invalid_expert_id to the rows behind those that were received."""
-        import torch
-
-        if self.counts is None:
-            raise ValueError("workspace: a dispatch is required before expert ids are sanitized")
-        if not -(2**31) <= invalid_expert_id < 2**31:
-            raise ValueError(
-                f"invalid_expert_id (invalid_token_expert_id of dispatch): an integer of 32 bits is required; got "
-                f"{invalid_expert_id}"
-            )
-        if not isinstance(expert_ids, torch.Tensor) or expert_ids.is_nested:
-            raise TypeError(f"expert_ids: a dense tensor is required; got {type(expert_ids).__name__}")
-        if expert_ids.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"expert_ids: dtype int32 or int64 is required; got {expert_ids.dtype}")
-        if expert_ids.dim() != 3 or expert_ids.shape[0] != self.world_size:
-            raise ValueError(
-                f"expert_ids: shape [{self.world_size}, max_tokens, top_k] is required; got {list(expert_ids.shape)}"
-            )
-        slots = torch.arange(expert_ids.shape[1], device=expert_ids.device, dtype=torch.int32)
-        beyond = slots[None, :] >= self.counts[:, None]
-        expert_ids.masked_fill_(beyond[..., None], invalid_expert_id)
-
-
-_exchanges: dict[int, _Exchange] = {}  # by the address of the workspace of this rank
-
-
-def _exchange(workspace: torch.Tensor) -> _Exchange:
-    found = find_by_address(_exchanges, workspace, "workspace")
-    if found is None:
-        raise ValueError("workspace: that of a MoeAlltoAll is required")
-    return found
+    dispatch = rows * total_dispatch_payload_size_per_token + MAX_PAYLOADS * ALIGNMENT
+    return round_up(dispatch, ALIGNMENT) + round_up(rows * combine_payload_size_per_token, ALIGNMENT)
 
 
 class MoeAlltoAll:
@@ -185,13 +77,19 @@ class MoeAlltoAll:
         workspace_size_per_rank: bytes, of `get_moe_workspace_size_per_rank`; None: by hidden_size.
         hidden_size: of 16-bit activations, where workspace_size_per_rank is None.
         mnnvl_config: its comm_backend exchanges the handles; None: torch.distributed's world.
+        eplb_stats_num_experts, enable_rank_mask: must be 0 and False; every rank takes part in each call.
+        backend: "trtllm".
         device: None: the current CUDA device, or the CPU where there is none.
         timeout: seconds that a call waits for another rank before it fails.
 
     Raises:
         ValueError: A size is missing or does not fit.
+        NotImplementedError: eplb_stats_num_experts or enable_rank_mask is set.
+        BackendSupportedError: backend is another.
         RuntimeError: The GPUs cannot access each other.
     """
+
+    eplb_gathered_stats: torch.Tensor | None = None  # statistics of load are not exchanged
 
     @fi_api
     def __init__(
@@ -203,10 +101,14 @@ class MoeAlltoAll:
         workspace_size_per_rank: int | None = None,
         hidden_size: int | None = None,
         mnnvl_config: MnnvlConfig | None = None,
+        eplb_stats_num_experts: int = 0,
+        enable_rank_mask: bool = False,
         *,
+        backend: str = "trtllm",
         device: torch.device | None = None,
         timeout: float = 300.0,
     ) -> None:
+        refuse_exchange(backend, eplb_stats_num_experts=eplb_stats_num_experts, enable_rank_mask=enable_rank_mask)
         if workspace_size_per_rank is None:
             if hidden_size is None:
                 raise ValueError("hidden_size: hidden_size or workspace_size_per_rank is required; got None of both")
@@ -217,20 +119,52 @@ class MoeAlltoAll:
             raise ValueError(f"num_experts: a multiple of {mapping.moe_ep_size} ranks is required; got {num_experts}")
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
         self.ep_size, self.ep_rank = mapping.moe_ep_size, mapping.moe_ep_rank
-        self.exchange = _Exchange(
+        self.exchange = MoeExchange(
             workspace_size_per_rank, device_of(device), mnnvl_config, mapping.moe_ep_group, timeout
         )
         self.workspace = self.exchange.data
-        _exchanges[self.workspace.data_ptr()] = self.exchange
+        exchanges[self.workspace.data_ptr()] = self.exchange
         self._combine_offset = 0
 
     @staticmethod
     def get_moe_workspace_size_per_rank(
-        ep_size: int, top_k: int, max_num_tokens: int, hidden_size: int, extra_payload_bytes_per_token: int = 0
+        ep_size: int,
+        top_k: int,
+        max_num_tokens: int,
+        hidden_size: int,
+        extra_payload_bytes_per_token: int = 0,
+        eplb_stats_num_experts: int = 0,
+        *,
+        backend: str = "trtllm",
     ) -> int:
         """Bytes of the workspace for 16-bit activations, int32 experts and fp32 weights of a token, and extra bytes."""
         dispatch = 2 * hidden_size + 8 * top_k + extra_payload_bytes_per_token
-        return moe_a2a_get_workspace_size_per_rank(ep_size, max_num_tokens, dispatch, 2 * hidden_size)
+        return moe_a2a_get_workspace_size_per_rank(
+            ep_size, max_num_tokens, dispatch, 2 * hidden_size, eplb_stats_num_experts, backend=backend
+        )
+
+    @classmethod
+    def get_workspace(
+        cls,
+        workspace_size_per_rank: int,
+        ep_rank: int,
+        ep_size: int,
+        max_num_tokens: int,
+        mapping: Mapping,
+        eplb_stats_num_experts: int = 0,
+        *,
+        backend: str = "trtllm",
+    ) -> dict[str, Any]:
+        """Raises NotImplementedError: every MoeAlltoAll has a workspace of its own, its attribute `workspace`."""
+        raise NotImplementedError("get_workspace: not supported, construct a MoeAlltoAll, whose workspace it is")
+
+    def checkpoint_prepare(self) -> None:
+        """Raises NotImplementedError: a workspace does not survive a checkpoint of the process."""
+        self.exchange.checkpoint_prepare()
+
+    def checkpoint_restore(self, comm_backend: Any) -> None:
+        """Raises NotImplementedError: a workspace does not survive a checkpoint of the process."""
+        self.exchange.checkpoint_restore(comm_backend)
 
     @fi_api
     def dispatch(
@@ -240,6 +174,8 @@ class MoeAlltoAll:
         runtime_max_tokens_per_rank: int,
         invalid_token_expert_id: int | None = None,
         expert_id_payload_index: int | None = None,
+        eplb_local_stats: torch.Tensor | None = None,
+        active_rank_mask: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """Sends each token to the ranks of its experts.
 
@@ -249,6 +185,7 @@ class MoeAlltoAll:
             runtime_max_tokens_per_rank: the most tokens of any rank in this call, equal on all ranks.
             invalid_token_expert_id: what the expert ids of rows are set to that hold no token; None: left as they are.
             expert_id_payload_index: the payload of expert ids, `[tokens, top_k]`, for invalid_token_expert_id.
+            eplb_local_stats, active_rank_mask: must be None.
 
         Returns:
             For each payload `[ep_size, runtime_max_tokens_per_rank, ...]`: the rows from each rank, in the order of its
@@ -257,8 +194,10 @@ class MoeAlltoAll:
 
         Raises:
             ValueError: A shape does not fit, or a dispatch awaits its combine.
+            NotImplementedError: eplb_local_stats or active_rank_mask is given.
             RuntimeError: An earlier call has failed; the text names the rank.
         """
+        refuse_exchange(eplb_local_stats=eplb_local_stats, active_rank_mask=active_rank_mask)
         if self.exchange.rows is not None:
             raise ValueError("dispatch: a combine is required after each dispatch")
         if invalid_token_expert_id is not None and expert_id_payload_index is None:
@@ -291,7 +230,13 @@ class MoeAlltoAll:
         runtime_max_tokens_per_rank: int,
         payload_in_workspace: bool = False,
         output_dtype: torch.dtype | None = None,
+        output_scales: torch.Tensor | None = None,
+        output_scalar_scale: float = 1.0,
+        sf_layout: SfLayout = SfLayout.layout_linear,
         output: torch.Tensor | None = None,
+        *,
+        use_low_precision: bool = False,
+        active_rank_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns the results to the ranks of the tokens, and adds those of a token in fp32, in the order of ranks.
 
@@ -301,19 +246,25 @@ class MoeAlltoAll:
             runtime_max_tokens_per_rank: of the dispatch.
             payload_in_workspace: payload is of `get_combine_payload_tensor_in_workspace`; else it is copied there.
             output_dtype: must be None or payload's.
+            output_scales, output_scalar_scale, sf_layout: must be None, 1 and linear: the output is not quantized.
             output: `[tokens, hidden]`, dtype of payload; allocated if None.
+            use_low_precision, active_rank_mask: must be False and None.
 
         Returns:
             output.
 
         Raises:
             ValueError: A shape does not fit, or there was no dispatch.
+            NotImplementedError: An option that must be left out is set.
             RuntimeError: An earlier call has failed; the text names the rank.
         """
+        refuse_combine(
+            output_scalar_scale, sf_layout, output_scales=output_scales, use_low_precision=use_low_precision,
+            active_rank_mask=active_rank_mask,
+        )  # fmt: skip
         if self.exchange.rows is None:
             raise ValueError("combine: a dispatch is required before each combine")
-        if output_dtype not in (None, payload.dtype):
-            raise ValueError(f"output_dtype: None or {payload.dtype} is required; got {output_dtype}")
+        _check_dtype(output_dtype, payload)
         if not payload_in_workspace:
             if runtime_max_tokens_per_rank != self.exchange.max_tokens:
                 raise ValueError(
@@ -328,24 +279,42 @@ class MoeAlltoAll:
 
     def destroy(self) -> None:
         """Frees the workspace; collective."""
-        _exchanges.pop(self.workspace.data_ptr(), None)
+        exchanges.pop(self.workspace.data_ptr(), None)
         self.exchange.destroy()
 
 
-def moe_a2a_initialize(workspace: torch.Tensor, ep_rank: int, ep_size: int, max_num_tokens: int) -> torch.Tensor:
+def _check_dtype(output_dtype: torch.dtype | None, payload: torch.Tensor) -> None:
+    if output_dtype not in (None, payload.dtype):
+        raise ValueError(f"output_dtype: None or {payload.dtype} is required; got {output_dtype}")
+
+
+def moe_a2a_initialize(
+    workspace: torch.Tensor,
+    ep_rank: int,
+    ep_size: int,
+    max_num_tokens: int,
+    eplb_stats_num_experts: int = 0,
+    *,
+    backend: str = "trtllm",
+) -> torch.Tensor:
     """Describes a workspace for the functions below: `[4]`, int64, its size, ep_rank, ep_size and max_num_tokens.
 
     Args:
         workspace: the attribute of a `MoeAlltoAll`.
         ep_rank, ep_size: of its group.
         max_num_tokens: the most tokens of a rank in a call.
+        eplb_stats_num_experts: must be 0.
+        backend: "trtllm".
 
     Raises:
         ValueError: workspace is of no MoeAlltoAll, or ep_rank or ep_size is not its.
+        NotImplementedError: eplb_stats_num_experts is set.
+        BackendSupportedError: backend is another.
     """
     import torch
 
-    found = _exchange(workspace)
+    refuse_exchange(backend, eplb_stats_num_experts=eplb_stats_num_experts)
+    found = exchange_of(workspace)
     if (ep_rank, ep_size) != (found.rank, found.world_size):
         raise ValueError(
             f"ep_rank, ep_size: {found.rank} and {found.world_size} of the workspace are required; got {ep_rank} and "
@@ -365,17 +334,35 @@ def moe_a2a_dispatch(
     ep_size: int,
     top_k: int,
     num_experts: int,
+    enable_pdl: bool | None = None,
+    eplb_local_stats: torch.Tensor | None = None,
+    enable_rank_mask: bool = False,
+    active_rank_mask: torch.Tensor | None = None,
+    *,
+    backend: str = "trtllm",
+    recv_view_cache: dict[Any, Any] | None = None,
 ) -> tuple[list[torch.Tensor], int]:
     """`MoeAlltoAll.dispatch` as a function; metainfo is of `moe_a2a_initialize`.
+
+    Args:
+        enable_pdl: accepted; the launches do not overlap.
+        eplb_local_stats, enable_rank_mask, active_rank_mask: must be left out.
+        backend: "trtllm".
+        recv_view_cache: accepted; views are made in each call.
 
     Returns:
         The received payloads, and the offset in bytes of the combine's payload in the workspace.
 
     Raises:
         ValueError: workspace is of no MoeAlltoAll, or a shape does not fit.
+        NotImplementedError: An option that must be left out is set.
+        BackendSupportedError: backend is another.
         RuntimeError: An earlier call has failed; the text names the rank.
     """
-    found = _exchange(workspace)
+    refuse_exchange(
+        backend, eplb_local_stats=eplb_local_stats, enable_rank_mask=enable_rank_mask, active_rank_mask=active_rank_mask
+    )
+    found = exchange_of(workspace)
     return found.dispatch(token_selected_experts, input_payloads, runtime_max_tokens_per_rank, num_experts)
 
 
@@ -391,19 +378,43 @@ def moe_a2a_combine(
     top_k: int,
     combine_payload_offset: int,
     payload_in_workspace: bool = False,
+    output_dtype: torch.dtype | None = None,
+    output_scales: torch.Tensor | None = None,
+    output_scalar_scale: float = 1.0,
+    sf_layout: SfLayout = SfLayout.layout_linear,
+    output: torch.Tensor | None = None,
+    *,
+    use_low_precision: bool = False,
+    enable_pdl: bool | None = None,
+    enable_rank_mask: bool = False,
+    active_rank_mask: torch.Tensor | None = None,
+    backend: str = "trtllm",
 ) -> torch.Tensor:
     """`MoeAlltoAll.combine` as a function; combine_payload_offset is of `moe_a2a_dispatch`.
 
+    Args:
+        enable_pdl: accepted; the launches do not overlap.
+        enable_rank_mask: must be left out; the other options are those of `MoeAlltoAll.combine`.
+        backend: "trtllm".
+
     Raises:
         ValueError: workspace is of no MoeAlltoAll, there was no dispatch, or a shape does not fit.
+        NotImplementedError: An option that must be left out is set.
+        BackendSupportedError: backend is another.
         RuntimeError: An earlier call has failed; the text names the rank.
     """
-    found = _exchange(workspace)
+    refuse_combine(
+        output_scalar_scale, sf_layout, backend, output_scales=output_scales, use_low_precision=use_low_precision,
+        enable_rank_mask=enable_rank_mask, active_rank_mask=active_rank_mask,
+    )  # fmt: skip
+    _check_dtype(output_dtype, payload)
+    found = exchange_of(workspace)
     if found.rows is None or found.rows.shape[0] != local_num_tokens:
         raise ValueError(f"local_num_tokens: the tokens of a dispatch before are required; got {local_num_tokens}")
     if not payload_in_workspace:
         payload = found.place(payload, combine_payload_offset)
-    output = payload.new_empty(local_num_tokens, payload.shape[-1])
+    if output is None:
+        output = payload.new_empty(local_num_tokens, payload.shape[-1])
     found.combine(payload, output)
     return output
 
@@ -414,13 +425,20 @@ def moe_a2a_sanitize_expert_ids(
     metainfo: torch.Tensor,
     ep_rank: int,
     invalid_expert_id: int,
+    enable_pdl: bool | None = None,
+    *,
+    backend: str = "trtllm",
 ) -> None:
     """Sets the expert ids, `[ep_size, max_tokens, top_k]`, of rows that hold no token, in place, after a dispatch.
 
+    enable_pdl is accepted; backend is "trtllm".
+
     Raises:
         ValueError: workspace is of no MoeAlltoAll.
+        BackendSupportedError: backend is another.
     """
-    _exchange(workspace).invalidate(expert_ids, invalid_expert_id)
+    check_backend(backend)
+    exchange_of(workspace).invalidate(expert_ids, invalid_expert_id)
 
 
 def moe_a2a_wrap_payload_tensor_in_workspace(

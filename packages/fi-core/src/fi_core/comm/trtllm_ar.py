@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 from fi_core.comm import fusion
 from fi_core.comm.memory import bytes_at
 from fi_core.comm.mnnvl import CommBackend, TorchDistBackend
-from fi_core.comm.workspace import AllReduceFusionWorkspace, check_group, current_device, find_by_address
+from fi_core.comm.workspace import TRTLLMAllReduceFusionWorkspace, check_backend, current_device, find_by_address
 from fi_core.observe.log import fi_api
-from fi_core.runtime.errors import BackendSupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +23,7 @@ __all__ = [
     "trtllm_moe_finalize_allreduce_fusion",
 ]
 
-workspaces: dict[int, AllReduceFusionWorkspace] = {}  # by the address of the tensor of pointers
+workspaces: dict[int, TRTLLMAllReduceFusionWorkspace] = {}  # by the address of the tensor of pointers
 
 
 def trtllm_create_ipc_workspace_for_all_reduce_fusion(
@@ -61,8 +60,7 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
 
     comm = comm_backend or TorchDistBackend(group)
     dtype = torch.float32 if use_fp32_lamport else torch.bfloat16
-    check_group(comm, tp_rank, tp_size, "tp_rank", "tp_size")
-    workspace = AllReduceFusionWorkspace(max_token_num, hidden_dim, dtype, current_device(), comm)
+    workspace = TRTLLMAllReduceFusionWorkspace(tp_size, tp_rank, max_token_num, hidden_dim, dtype, comm)
     peers = workspace.shared["peers"]
     tensor = peers.to(workspace.buffer.device)
     workspaces[tensor.data_ptr()] = workspace
@@ -95,7 +93,7 @@ def trtllm_destroy_ipc_workspace_for_all_reduce_fusion(
     )
 
 
-def _workspace(workspace_ptrs: torch.Tensor, world_rank: int, world_size: int) -> AllReduceFusionWorkspace:
+def _workspace(workspace_ptrs: torch.Tensor, world_rank: int, world_size: int) -> TRTLLMAllReduceFusionWorkspace:
     workspace = find_by_address(workspaces, workspace_ptrs, "workspace_ptrs")
     if workspace is None:
         raise ValueError("workspace_ptrs: the workspace_tensor of a workspace that is not destroyed is required")
@@ -105,11 +103,6 @@ def _workspace(workspace_ptrs: torch.Tensor, world_rank: int, world_size: int) -
             f"{world_rank} and {world_size}"
         )
     return workspace
-
-
-def _check_backend(backend: str) -> None:
-    if backend != "trtllm":
-        raise BackendSupportedError(f"backend: 'trtllm' is required; got {backend!r}")
 
 
 def rows_of(name: str, tensor: torch.Tensor | None, rows: int, width: int) -> torch.Tensor | None:
@@ -242,7 +235,7 @@ def trtllm_moe_allreduce_fusion(
     """
     import torch
 
-    _check_backend(backend)
+    check_backend(backend)
     workspace = _workspace(workspace_ptrs, world_rank, world_size)
     if moe_allreduce_out is not None:
         raise ValueError("moe_allreduce_out: None is required; the sum without the residual is not kept")
@@ -315,7 +308,7 @@ def trtllm_moe_finalize_allreduce_fusion(
         raise ValueError(
             f"routed_scaling_factor: None or 1 is required; got {routed_scaling_factor}; multiply expert_scale_factor"
         )
-    _check_backend(backend)
+    check_backend(backend)
     fusion.allreduce_fusion(
         allreduce_in, _workspace(workspace_ptrs, world_rank, world_size),
         fusion.AllReduceFusionPattern.kMoEFinalizeARResidualRMSNorm, launch_with_pdl, residual_out=residual_out,

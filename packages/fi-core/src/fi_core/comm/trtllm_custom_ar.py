@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fi_core.comm import fusion
 from fi_core.comm.mnnvl import TorchDistBackend
 from fi_core.comm.trtllm_ar import rows_of
-from fi_core.comm.workspace import AllReduceFusionWorkspace, check_group, current_device
+from fi_core.comm.workspace import TRTLLMAllReduceFusionWorkspace, check_group
 from fi_core.norm import fused_add_rmsnorm, rmsnorm
 from fi_core.observe.log import fi_api
 from fi_core.utils import _check_writable
@@ -66,7 +66,7 @@ _USE_ONESHOT = {
 _SERVED = (AllReduceFusionOp.NONE, AllReduceFusionOp.RESIDUAL_RMS_NORM, AllReduceFusionOp.RESIDUAL_RMS_PREPOST_NORM)
 _MOST_RANKS = 64
 _BUFFERS = 7  # lists of addresses of a workspace
-workspaces: dict[tuple[int, ...], AllReduceFusionWorkspace] = {}  # by the ranks' addresses
+workspaces: dict[tuple[int, ...], TRTLLMAllReduceFusionWorkspace] = {}  # by the ranks' addresses
 
 
 def trtllm_create_ipc_workspace_for_all_reduce(
@@ -94,7 +94,7 @@ def trtllm_create_ipc_workspace_for_all_reduce(
 
     comm = TorchDistBackend(group)
     check_group(comm, rank, tp_size, "rank", "tp_size")
-    workspace = AllReduceFusionWorkspace(max_token_num, hidden_dim, torch.float32, current_device(), comm)
+    workspace = TRTLLMAllReduceFusionWorkspace(tp_size, rank, max_token_num, hidden_dim, torch.float32, comm)
     addresses = workspace.shared["peers"].tolist()
     workspaces[tuple(addresses)] = workspace
     return [list(addresses) for _ in range(_BUFFERS)]
@@ -121,7 +121,7 @@ def trtllm_destroy_ipc_workspace_for_all_reduce(
     known.destroy()
 
 
-def _workspace_of(peer_comm_buffer_ptrs: torch.Tensor, rank: int, size: int) -> AllReduceFusionWorkspace:
+def _workspace_of(peer_comm_buffer_ptrs: torch.Tensor, rank: int, size: int) -> TRTLLMAllReduceFusionWorkspace:
     import torch
 
     if (

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fi_core.comm.memory import SharedMemory
-from fi_core.comm.mnnvl import CommBackend
+from fi_core.comm.mnnvl import CommBackend, TorchDistBackend
+from fi_core.runtime.errors import BackendSupportedError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AllReduceFusionWorkspace"]
+__all__ = ["AllReduceFusionWorkspace", "TRTLLMAllReduceFusionWorkspace"]
 
 Found = TypeVar("Found")
 
@@ -62,6 +64,12 @@ def device_of(device: torch.device | None) -> torch.device:
     except RuntimeError:
         pass
     raise ValueError(f"device: a device of torch is required; got {device!r}")
+
+
+def check_backend(backend: str) -> None:
+    """Raises BackendSupportedError for another than "trtllm"."""
+    if backend != "trtllm":
+        raise BackendSupportedError(f"backend: 'trtllm' is required; got {backend!r}")
 
 
 def check_group(comm_backend: CommBackend, rank: int | None, size: int | None, rank_name: str, size_name: str) -> None:
@@ -126,6 +134,14 @@ class CommWorkspace:
             "rotation_bytes": rotation_bytes, "timeout_ms": max(1, round(timeout * 1000)),
         }  # fmt: skip
 
+    def checkpoint_prepare(self) -> None:
+        """Raises NotImplementedError: shared memory does not survive a checkpoint of the process."""
+        raise NotImplementedError("checkpoint_prepare: not supported, call destroy before the checkpoint")
+
+    def checkpoint_restore(self, comm_backend: CommBackend) -> None:
+        """Raises NotImplementedError: shared memory does not survive a checkpoint of the process."""
+        raise NotImplementedError("checkpoint_restore: not supported, make another workspace after the checkpoint")
+
     def destroy(self) -> None:
         """Frees the memory; collective. A second call does nothing."""
         self.memory.close()
@@ -133,32 +149,85 @@ class CommWorkspace:
         self.__dict__.pop("buffer", None)
 
 
-class AllReduceFusionWorkspace(CommWorkspace):
-    """Memory for `allreduce_fusion` on the ranks of a group; `create_allreduce_fusion_workspace` makes it.
+class AllReduceFusionWorkspace(ABC):
+    """What `allreduce_fusion` needs to know of a group and its memory; `create_allreduce_fusion_workspace` makes one.
 
     Args:
-        max_token_num, hidden_dim, dtype: the largest message.
-        device, comm_backend, timeout: as of `CommWorkspace`.
+        world_size, rank: of the group.
+    """
+
+    one_host = True
+    shared: dict[str, Any]
+
+    def __init__(self, world_size: int, rank: int) -> None:
+        self.world_size, self.rank = world_size, rank
+
+    @property
+    @abstractmethod
+    def backend(self) -> str:
+        """The name of the backend."""
+
+    @abstractmethod
+    def is_buffer_size_sufficient(
+        self,
+        tp_size: int,
+        num_tokens: int,
+        hidden_dim: int,
+        dtype: torch.dtype,
+        use_oneshot: bool | None = None,
+    ) -> bool:
+        """Whether the workspace was made for this group size and for messages of `[num_tokens, hidden_dim]`."""
+
+    @abstractmethod
+    def prepared(self, input: torch.Tensor, use_oneshot: bool | None) -> tuple[torch.Tensor, int]:
+        """What the ranks of this host reduce, and in how many shots."""
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """Frees the memory; collective."""
+
+
+class TRTLLMAllReduceFusionWorkspace(CommWorkspace, AllReduceFusionWorkspace):
+    """Memory for `allreduce_fusion` on the ranks of one host.
+
+    Args:
+        tp_size, tp_rank: of the group.
+        max_token_num, hidden_dim, dtype: the largest message; dtype None is fp16.
+        comm_backend: the group, as an object; takes the place of `group`.
+        group: the ranks; None: the world of torch.distributed.
+        device: None: the current CUDA device, or the CPU where there is none.
+        timeout: seconds that a call waits for another rank before it fails.
+
+    Raises:
+        ValueError: tp_size or tp_rank is not that of the group, or the system does not give the memory.
+        RuntimeError: The GPUs cannot access each other.
     """
 
     backend = "trtllm"
-    one_host = True
     workspace_tensor: torch.Tensor | None = None  # of the functions with TensorRT-LLM's names
     ipc_handles: list[list[int]] | None = None
 
     def __init__(
         self,
+        tp_size: int,
+        tp_rank: int,
         max_token_num: int,
         hidden_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        comm_backend: CommBackend,
+        dtype: torch.dtype | None = None,
+        comm_backend: CommBackend | None = None,
+        group: torch.distributed.ProcessGroup | None = None,
+        *,
+        device: torch.device | None = None,
         timeout: float = 300.0,
     ) -> None:
-        self.max_token_num, self.hidden_dim, self.dtype = max_token_num, hidden_dim, dtype
-        self.max_bytes = max_token_num * hidden_dim * dtype.itemsize
-        size = rotation_bytes(self.max_bytes, hidden_dim * dtype.itemsize, comm_backend.Get_size())
-        super().__init__(device, comm_backend, size, 0, timeout)
+        import torch
+
+        ranks = comm_backend or TorchDistBackend(group)
+        check_group(ranks, tp_rank, tp_size, "tp_rank", "tp_size")
+        self.max_token_num, self.hidden_dim, self.dtype = max_token_num, hidden_dim, dtype or torch.float16
+        self.max_bytes = max_token_num * hidden_dim * self.dtype.itemsize
+        size = rotation_bytes(self.max_bytes, hidden_dim * self.dtype.itemsize, tp_size)
+        CommWorkspace.__init__(self, device_of(device), ranks, size, 0, timeout)
 
     @property
     def metadata(self) -> dict[str, Any]:

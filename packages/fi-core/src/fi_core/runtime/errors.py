@@ -114,6 +114,14 @@ class ExperimentalWarning(UserWarning):
     """Issued once per API and backend when an implementation marked experimental is used for the first time."""
 
 
+def refuse(instead: str, **options: Any) -> None:
+    """Raises NotImplementedError for the first option that is set, so neither None nor False nor 0; says what to do."""
+    for name, value in options.items():
+        if value is not None and not (isinstance(value, (int, float)) and value == 0):
+            got = f"{value.dtype} of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
+            raise NotImplementedError(f"{name}: not supported, {instead}; got {got}")
+
+
 def missing_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
     """The error for a name that a module with lazy names does not have; it suggests the closest known name."""
     message = f"module {module!r} has no attribute {name!r}"

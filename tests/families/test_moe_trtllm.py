@@ -21,7 +21,7 @@ from fi_core.fused_moe import (
     fused_topk_deepseek,
     reorder_rows_for_gated_act_gemm,
 )
-from fi_core.quantization import shuffle_matrix_a, shuffle_matrix_sf_a
+from fi_core.quantization import SfLayout, shuffle_matrix_a, shuffle_matrix_sf_a
 
 moe: Any = fused_moe  # calls are written with tuples of arguments
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -266,6 +266,70 @@ def test_topk_deepseek(dtype: torch.dtype, device: str) -> None:
         fused_topk_deepseek(scores, bias, 8, 4, 8, 2.5, values[:3], indices)
 
 
+@pytest.mark.parametrize("names", [("limit",), ("alpha", "beta", "limit")])
+def test_constants_of_swiglu(names: tuple[str, ...], device: str) -> None:
+    """By position, as engines pass them: each turns Swiglu into SwigluBias, alone or with the others."""
+    logits, _, x, w1, w2 = inputs(device)
+    one = torch.ones(E, device=device)
+    all_of = {"alpha": one * 1.702, "beta": one, "limit": torch.rand(E, device=device) + 0.5}
+    constants = {name: all_of[name] for name in names}
+    given = [constants.get(name) for name in all_of]
+    ids, weights = route(logits, RoutingMethodType.Renormalize, K)
+    want = experts(x, ids, weights, w1, w2, kind=ActivationType.SwigluBias, constants=constants)
+    head: Any = None, RoutingMethodType.Renormalize, False, WeightLayout.MajorK, True, True
+    swiglu, out = ActivationType.Swiglu, torch.empty_like(x)
+    assert moe.trtllm_bf16_moe(logits, None, x, w1, w2, *sizes(), *head, 8192, swiglu, True, None, *given, out) is out
+    assert error(out, want) < LIMIT["16 bits"]
+    routed = moe.trtllm_bf16_routed_moe(
+        (ids.int(), weights.float()), x, w1, w2, *sizes(), *head, None, 8192, swiglu, None, *given
+    )
+    assert error(routed, want) < LIMIT["16 bits"]
+
+
+def test_fp8_tensors_with_a_limit(device: str) -> None:
+    """The limit holds for gate and projection as they are, whatever their scales."""
+    logits, _, x, w1, w2 = inputs(device)
+    (q1, s1, d1), (q2, s2, d2) = (reference.tensor_quantized(w) for w in (w1, w2))
+    qx, sx, dx = (t[0] for t in reference.tensor_quantized(x[None]))
+    limit = torch.rand(E, device=device) * 0.2 + 0.1
+    gate, of_activated = s1 * sx, 0.001
+    out: Any = moe.trtllm_fp8_per_tensor_scale_moe(
+        logits, None, qx, shuffled(q1, True), gate / of_activated, gate, shuffled(q2, False), s2 * of_activated,
+        E, K, None, None, INTER, 0, E, None, False, RoutingMethodType.Renormalize, gemm1_clamp_limit=limit,
+    )  # fmt: skip
+    ids, weights = route(logits, RoutingMethodType.Renormalize, K)
+    want = experts(dx, ids, weights, d1, d2, kind=ActivationType.SwigluBias, constants={"limit": limit})
+    assert error(out, want) < LIMIT["fp8"]
+    assert error(experts(dx, ids, weights, d1, d2), want) > 2 * LIMIT["fp8"]  # the limit counts
+
+
+def test_fp4_shared_experts(device: str) -> None:
+    """The last two of E experts are shared: each token has them with weight 1."""
+    logits, _, x, w1, w2 = inputs(device)
+    (q1, s1, d1), (q2, s2, d2) = (reference.mxfp4_quantized(w) for w in (w1, w2))
+    s1 = torch.stack([shuffle_matrix_sf_a(reorder_rows_for_gated_act_gemm(s), 128, 32) for s in s1])
+    s2 = torch.stack([shuffle_matrix_sf_a(s, 128, 32) for s in s2])
+    layer_of: Any = shuffled(q1, True), s1, None, None, None, None, shuffled(q2, False), s2, None, None, None, None
+    count: Any = E - 2, K, None, None, INTER, 0, E - 2, None
+    method = RoutingMethodType.Renormalize
+    options = {"hidden_states_scale_layout": SfLayout.layout_linear, "valid_hidden_size": H}
+    (out,) = moe.trtllm_fp4_block_scale_moe(
+        logits[:, :-2], None, x, None, *layer_of, *count, method, num_fused_shared_experts=2, **options
+    )
+    ids, weights = route(logits[:, :-2], method, K)
+    shared = torch.tensor([E - 2, E - 1], device=device).expand(TOKENS, 2)
+    ids, weights = torch.cat([ids, shared], 1), torch.nn.functional.pad(weights, (0, 2), value=1.0)
+    assert error(out, experts(x, ids, weights, d1, d2)) < LIMIT["16 bits"]
+    (routed,) = moe.trtllm_fp4_block_scale_routed_moe(
+        (ids.int(), weights.float()), None, x, None, *layer_of, *count, num_fused_shared_experts=2, **options
+    )
+    assert torch.equal(routed, out)
+    with pytest.raises(ValueError, match="hidden_states_scale_layout must be layout_linear"):
+        moe.trtllm_fp4_block_scale_moe(
+            logits, None, x, None, *layer_of, *sizes(), None, hidden_states_scale_layout=SfLayout.layout_128x4
+        )
+
+
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_few_tokens(tokens: int, device: str) -> None:
     logits, _, x, w1, w2 = inputs(device)
@@ -287,5 +351,9 @@ def test_refusals(device: str) -> None:
         moe.trtllm_bf16_moe(logits, None, x, w1, w2, *sizes())
     with pytest.raises(ValueError, match="topk_ids must be int32"):
         moe.trtllm_bf16_routed_moe(ids.long(), x, w1, w2, *sizes(), **options)
+    replay = torch.empty(TOKENS, K, dtype=torch.int16, device=device)
+    for name, value, say in (("routing_replay_out", replay, "topk_ids are the"), ("gemm1_lora_delta", x, "merge the")):
+        with pytest.raises(NotImplementedError, match=f"{name}: not supported, .*{say}.*; got .* of shape"):
+            moe.trtllm_bf16_routed_moe((ids, weights), x, w1, w2, *sizes(), **options, **{name: value})
     with pytest.raises(TypeError, match="gemm1_weights must be float8_e4m3fn"):
         moe.trtllm_fp8_block_scale_moe(logits, None, x, None, w1, weights, w2, weights, *sizes(), None)

@@ -88,12 +88,13 @@ class GatedActType(IntEnum):
 
 
 class Fp8QuantizationType(IntEnum):
-    """The scales of fp8 tensors: none, DeepSeek's blocks of 128, MXFP8's of 32, one per tensor."""
+    """The scales of fp8 tensors: none, DeepSeek's blocks of 128, MXFP8's of 32, one per tensor, one per channel."""
 
     NoneFp8 = 0
     DeepSeekFp8 = 1
     MxFp8 = 2
     PerTensorFp8 = 3
+    PerChannelFp8 = 4
 
 
 class QuantFormat(Enum):
@@ -104,6 +105,10 @@ class QuantFormat(Enum):
     DeepSeekFp8 = "deepseek_fp8"
     MXFP8 = "mxfp8"
     NVFP4 = "nvfp4"
+    FP8PerTensor = "fp8_per_tensor"
+    MXFP4 = "mxfp4"
+    MXINT4 = "mxint4"
+    INT4 = "int4"
 
 
 def is_gated_activation(activation_type: int) -> bool:

@@ -129,6 +129,7 @@ def get_w2_permute_indices_with_cache(
     dst_w2_weight: torch.Tensor,
     epilogue_tile_m: int,
     num_elts_per_sf: int | None = None,
+    is_gated_act_gemm: bool | None = None,
 ) -> torch.Tensor:
     """Returns the indices with which `w[indices]` is the second weight of an expert in the order of the kernel.
 
@@ -137,6 +138,7 @@ def get_w2_permute_indices_with_cache(
         dst_w2_weight: the weight `[m, k]`, or its linear scales.
         epilogue_tile_m: rows of the epilogue tile of the kernel.
         num_elts_per_sf: for scales, the elements that share one; None for the weight.
+        is_gated_act_gemm: accepted; the second weight has the same order after every activation.
 
     Returns:
         `[m]`, int64, on the device of the weight.

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from fi_core.fused_moe import trace
 from fi_core.fused_moe.activations import activation_of
-from fi_core.fused_moe.formats import check_experts, layer_of, refuse
+from fi_core.fused_moe.formats import check_experts, layer_of
 from fi_core.fused_moe.launches import compute_layer
 from fi_core.fused_moe.layer import TokenExperts
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import refuse
 from fi_core.runtime.launch.plan import Launches, plans_launches
 from fi_core.tllm_enums import ActivationType
 
@@ -49,6 +50,7 @@ def cutlass_fused_moe(
     use_mxfp8_act_scaling: bool = False,
     min_latency_mode: bool = False,
     use_packed_weights: bool = False,
+    use_wfp4afp8_humming: bool = False,
     tune_max_num_tokens: int = 8192,
     enable_pdl: bool | None = None,
     activation_type: int = ActivationType.Swiglu,
@@ -57,7 +59,6 @@ def cutlass_fused_moe(
     profile_ids: Sequence[int] | None = None,
     workspace_buffer: torch.Tensor | None = None,
     *,
-    use_wfp4afp8_humming: bool = False,
     clamped_relu2_limit: float | None = None,
     situ_beta: float | torch.Tensor | None = None,
     situ_linear_beta: float | torch.Tensor | None = None,
@@ -122,7 +123,10 @@ def cutlass_fused_moe(
         TypeError: A dtype does not fit.
         NotImplementedError: min_latency_mode, cluster_size or use_wfp4afp8_humming is asked for.
     """
-    refuse(min_latency_mode=min_latency_mode, cluster_size=cluster_size != 1, use_wfp4afp8_humming=use_wfp4afp8_humming)
+    refuse(
+        "leave it out: kernels are chosen by the number of tokens", min_latency_mode=min_latency_mode,
+        cluster_size=None if cluster_size == 1 else cluster_size, use_wfp4afp8_humming=use_wfp4afp8_humming,
+    )  # fmt: skip
     activation = activation_of(
         activation_type, swiglu_alpha, swiglu_beta, swiglu_limit, clamped_relu2_limit, situ_beta, situ_linear_beta,
         fc1_expert_weights.shape[0],

@@ -277,15 +277,6 @@ def check_experts(
     check_ranks(tp=(tp_size, tp_rank), ep=(ep_size, ep_rank))
 
 
-def refuse(**asked: bool) -> None:
-    """Raises NotImplementedError naming the first option that is asked for."""
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise NotImplementedError(
-                f"{name} is not supported: leave it out, kernels are chosen by the number of tokens"
-            )
-
-
 def check_ranks(**ranks: tuple[int, int]) -> None:
     """Raises ValueError unless each is (size, rank) with a rank below the size."""
     for name, (size, rank) in ranks.items():

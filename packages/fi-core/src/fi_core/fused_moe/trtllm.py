@@ -31,6 +31,17 @@ class LayerCall(NamedTuple):
     output: torch.Tensor | None
 
 
+def shared_experts(count: int | None, num_experts: int, local_num_experts: int) -> int:
+    """The number of shared experts; other ranks would add them too."""
+    count = count or 0
+    if count < 0 or (count and local_num_experts != num_experts):
+        raise ValueError(
+            f"num_fused_shared_experts must be 0 where {local_num_experts} of {num_experts} experts are here, else at "
+            f"least 0; got {count}"
+        )
+    return count
+
+
 _BLOCK_BYTES = 128  # of a row in BlockMajorK
 
 

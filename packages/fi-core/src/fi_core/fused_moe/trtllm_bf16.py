@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fi_core.fused_moe.activations import activation_of
 from fi_core.fused_moe.layer import Layer, Projection
-from fi_core.fused_moe.routing import Routed, route, unpacked
+from fi_core.fused_moe.routing import Routed, refuse_of_routed, route, unpacked
 from fi_core.fused_moe.trtllm import LayerCall, prepared, run_layer
 from fi_core.observe.log import fi_api
 from fi_core.runtime.launch.plan import Launches, plans_launches
@@ -14,6 +14,8 @@ from fi_core.tllm_enums import ActivationType, WeightLayout, is_gated_activation
 
 if TYPE_CHECKING:
     import torch
+
+    from fi_core.fused_moe.layer import Activation
 
 _TILE = 128  # rows of the epilogue tile that shuffled weights are for
 
@@ -27,11 +29,10 @@ def _run(
     call: LayerCall,
     shuffled: bool,
     weight_layout: int,
-    activation_type: int,
+    activation: Activation,
 ) -> torch.Tensor | list[torch.Tensor]:
     import torch
 
-    activation = activation_of(activation_type)
     for name, t in (("hidden_states", x), ("gemm1_weights", gemm1_weights), ("gemm2_weights", gemm2_weights)):
         if t.dtype not in (torch.bfloat16, torch.float16) or t.dtype is not x.dtype:
             raise TypeError(f"{name} must be bfloat16, or all three float16; got {t.dtype}")
@@ -69,6 +70,9 @@ def trtllm_bf16_moe(
     activation_type: int = ActivationType.Swiglu,
     norm_topk_prob: bool = True,
     routing_replay_out: torch.Tensor | None = None,
+    gemm1_alpha: torch.Tensor | None = None,
+    gemm1_beta: torch.Tensor | None = None,
+    gemm1_clamp_limit: torch.Tensor | None = None,
     output: torch.Tensor | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """Routes tokens and computes a mixture of experts in bf16: `sum over the experts e of w_e down_e(act(up_e(x)))`.
@@ -96,6 +100,8 @@ def trtllm_bf16_moe(
         activation_type: an `ActivationType`.
         norm_topk_prob: whether SigmoidRenorm divides by the sum of the weights; without effect on other methods.
         routing_replay_out: int16 `[tokens or more, top_k]`; receives the chosen experts.
+        gemm1_alpha, gemm1_beta, gemm1_clamp_limit: fp32 `[experts here]`, the constants of SwigluBias; any of them
+            turns Swiglu into it.
         output: `[tokens, hidden]`, bf16; allocated if None.
 
     Returns:
@@ -111,8 +117,9 @@ def trtllm_bf16_moe(
         routing_method_type, norm_topk_prob, routing_replay_out, in_bf16=not do_finalize,
     )  # fmt: skip
     call = LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output)
+    activation = activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
     order = use_shuffled_weight, weight_layout
-    return _run(p, routed, hidden_states, gemm1_weights, gemm2_weights, call, *order, activation_type)
+    return _run(p, routed, hidden_states, gemm1_weights, gemm2_weights, call, *order, activation)
 
 
 @fi_api
@@ -136,16 +143,20 @@ def trtllm_bf16_routed_moe(
     weight_layout: int = WeightLayout.BlockMajorK,
     do_finalize: bool = True,
     enable_pdl: bool = True,
+    gemm1_lora_delta: torch.Tensor | None = None,
     tune_max_num_tokens: int = 8192,
     activation_type: int = ActivationType.Swiglu,
+    routing_replay_out: torch.Tensor | None = None,
+    gemm1_alpha: torch.Tensor | None = None,
+    gemm1_beta: torch.Tensor | None = None,
+    gemm1_clamp_limit: torch.Tensor | None = None,
     output: torch.Tensor | None = None,
-    gemm1_lora_delta: torch.Tensor | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """As `trtllm_bf16_moe`, with experts that the caller has chosen.
 
     Args:
         topk_ids: int32 `[tokens, top_k]`, `expert << 16 | bits of the weight in bf16`; or a tuple of ids and weights.
-        gemm1_lora_delta: None.
+        gemm1_lora_delta, routing_replay_out: None.
         others: as for `trtllm_bf16_moe`; those about routing are accepted.
 
     Returns:
@@ -155,11 +166,11 @@ def trtllm_bf16_routed_moe(
     Raises:
         ValueError: A shape, layout, device or number does not fit; the text names the argument.
         TypeError: A dtype does not fit.
-        NotImplementedError: gemm1_lora_delta is given.
+        NotImplementedError: gemm1_lora_delta or routing_replay_out is given.
     """
-    if gemm1_lora_delta is not None:
-        raise NotImplementedError("gemm1_lora_delta is not supported: merge the adapter into gemm1_weights")
+    refuse_of_routed(gemm1_lora_delta, routing_replay_out)
     call = LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output)
     routed = unpacked(topk_ids)
+    activation = activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
     order = use_shuffled_weight, weight_layout
-    return _run(p, routed, hidden_states, gemm1_weights, gemm2_weights, call, *order, activation_type)
+    return _run(p, routed, hidden_states, gemm1_weights, gemm2_weights, call, *order, activation)

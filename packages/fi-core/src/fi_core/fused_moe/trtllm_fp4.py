@@ -8,11 +8,12 @@ from fi_core.fused_moe.activations import activation_of
 from fi_core.fused_moe.formats import dequantized
 from fi_core.fused_moe.layer import Layer, Mixed, Projection
 from fi_core.fused_moe.ops import MXFP4, NVFP4
-from fi_core.fused_moe.routing import Routed, route, unpacked
-from fi_core.fused_moe.trtllm import LayerCall, prepared, run_layer
+from fi_core.fused_moe.routing import Routed, refuse_of_routed, route, unpacked
+from fi_core.fused_moe.trtllm import LayerCall, prepared, run_layer, shared_experts
 from fi_core.gemm import block_scaled
 from fi_core.observe.log import fi_api
 from fi_core.quantization.layout import SfLayout
+from fi_core.runtime.errors import refuse
 from fi_core.runtime.launch.plan import Launches, plans_launches
 from fi_core.tllm_enums import ActivationType, WeightLayout, is_gated_activation
 
@@ -63,14 +64,19 @@ def _run(
     down: Projection,
     activation: Activation,
     factors: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    per_token_scale: torch.Tensor | None,
     call: LayerCall,
+    *,
+    per_token_scale: torch.Tensor | None,
+    scale_layout: SfLayout | None,
 ) -> list[torch.Tensor]:
     """Activated values stay 16-bit floats, so the scale with which they were quantised goes into the last factor."""
     import torch
 
-    if per_token_scale is not None:
-        raise NotImplementedError("per_token_scale is not supported: multiply hidden_states_scale by it")
+    refuse("multiply hidden_states_scale by it", per_token_scale=per_token_scale)
+    if scale_layout not in (None, SfLayout.layout_linear):
+        raise ValueError(
+            f"hidden_states_scale_layout must be layout_linear, as tokens are gathered by row; got {scale_layout!r}"
+        )
     if hidden_states.ndim != 2:
         raise ValueError(f"hidden_states must have shape [tokens, hidden]; got {list(hidden_states.shape)}")
     linear, gate, last = factors
@@ -128,6 +134,10 @@ def trtllm_fp4_block_scale_moe(
     tune_max_num_tokens: int = 8192,
     norm_topk_prob: bool = True,
     routing_replay_out: torch.Tensor | None = None,
+    num_fused_shared_experts: int | None = None,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
+    hidden_states_scale_layout: SfLayout | None = None,
 ) -> list[torch.Tensor]:
     """Routes tokens and computes a mixture of experts whose fp4 weights have scales of 16 (NVFP4) or 32 (MXFP4) values.
 
@@ -161,6 +171,9 @@ def trtllm_fp4_block_scale_moe(
         norm_topk_prob: whether SigmoidRenorm divides by the sum of the weights; without effect on other methods.
         routing_replay_out: int16 `[tokens or more, top_k]`; receives the chosen experts.
         output: `[tokens, hidden]`, bf16; allocated if None.
+        num_fused_shared_experts: as for `trtllm_fp8_block_scale_moe`.
+        valid_hidden_size, valid_intermediate_size: accepted; padding of weights is zeros.
+        hidden_states_scale_layout: None or layout_linear.
 
     Returns:
         `[output]`; without do_finalize `[rows [tokens * top_k, hidden], weights [tokens, top_k] bf16, positions
@@ -171,16 +184,20 @@ def trtllm_fp4_block_scale_moe(
         TypeError: A dtype does not fit.
         NotImplementedError: per_token_scale is given.
     """
+    shared = shared_experts(num_fused_shared_experts, num_experts, local_num_experts)
     routed = route(
         p, routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
         routing_method_type, norm_topk_prob, routing_replay_out, in_bf16=not do_finalize,
+        shared=shared,
     )  # fmt: skip
     return _run(
         p, routed, hidden_states, hidden_states_scale, Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
         Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias),
         activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
-        (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar), per_token_scale,
-        LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output),
+        (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar),
+        LayerCall(num_experts + shared, intermediate_size, local_expert_offset, local_num_experts + shared, do_finalize,
+                  output),
+        per_token_scale=per_token_scale, scale_layout=hidden_states_scale_layout,
     )  # fmt: skip
 
 
@@ -220,12 +237,17 @@ def trtllm_fp4_block_scale_routed_moe(
     output: torch.Tensor | None = None,
     tune_max_num_tokens: int = 8192,
     gemm1_lora_delta: torch.Tensor | None = None,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
+    num_fused_shared_experts: int | None = None,
+    hidden_states_scale_layout: SfLayout | None = None,
 ) -> list[torch.Tensor]:
     """As `trtllm_fp4_block_scale_moe`, with experts that the caller has chosen.
 
     Args:
         topk_ids: int32 `[tokens, top_k]`, `expert << 16 | bits of the weight in bf16`; or a tuple of ids and weights.
         gemm1_lora_delta: None.
+        num_fused_shared_experts: experts behind num_experts; topk_ids has them where tokens are to have them.
         others: as for `trtllm_fp4_block_scale_moe`; those about routing are accepted.
 
     Returns:
@@ -237,13 +259,15 @@ def trtllm_fp4_block_scale_routed_moe(
         TypeError: A dtype does not fit.
         NotImplementedError: per_token_scale or gemm1_lora_delta is given.
     """
-    if gemm1_lora_delta is not None:
-        raise NotImplementedError("gemm1_lora_delta is not supported: merge the adapter into gemm1_weights")
+    refuse_of_routed(gemm1_lora_delta)
+    shared = shared_experts(num_fused_shared_experts, num_experts, local_num_experts)
     return _run(
         p, unpacked(topk_ids), hidden_states, hidden_states_scale,
         Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
         Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias),
         activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
-        (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar), per_token_scale,
-        LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output),
+        (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar),
+        LayerCall(num_experts + shared, intermediate_size, local_expert_offset, local_num_experts + shared, do_finalize,
+                  output),
+        per_token_scale=per_token_scale, scale_layout=hidden_states_scale_layout,
     )  # fmt: skip

@@ -9,8 +9,8 @@ from fi_core.fused_moe.activations import activation_of
 from fi_core.fused_moe.formats import dequantized, fp8_blocks
 from fi_core.fused_moe.layer import Layer, Mixed, Projection
 from fi_core.fused_moe.ops import MXFP8
-from fi_core.fused_moe.routing import Routed, route, unpacked
-from fi_core.fused_moe.trtllm import LayerCall, prepared, run_layer
+from fi_core.fused_moe.routing import Routed, refuse_of_routed, route, unpacked
+from fi_core.fused_moe.trtllm import LayerCall, prepared, run_layer, shared_experts
 from fi_core.gemm import block_scaled
 from fi_core.observe.log import fi_api
 from fi_core.quantization.layout import layout_of
@@ -112,17 +112,6 @@ def _run_blocks(
     return run_layer(p, layer, activation, routed, call)
 
 
-def _shared(count: int | None, num_experts: int, local_num_experts: int) -> int:
-    """The number of shared experts; other ranks would add them too."""
-    count = count or 0
-    if count < 0 or (count and local_num_experts != num_experts):
-        raise ValueError(
-            f"num_fused_shared_experts must be 0 where {local_num_experts} of {num_experts} experts are here, else at "
-            f"least 0; got {count}"
-        )
-    return count
-
-
 @fi_api(trace=trace.trtllm_blocks)
 @plans_launches("output", by="hidden_states")
 def trtllm_fp8_block_scale_moe(
@@ -215,7 +204,7 @@ def trtllm_fp8_block_scale_moe(
         TypeError: A dtype does not fit.
         NotImplementedError: layout MajorMn.
     """
-    shared = _shared(num_fused_shared_experts, num_experts, local_num_experts)
+    shared = shared_experts(num_fused_shared_experts, num_experts, local_num_experts)
     routed = route(
         p, routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
         routing_method_type, norm_topk_prob, routing_replay_out, in_bf16=not do_finalize,
@@ -256,15 +245,18 @@ def trtllm_fp8_block_scale_routed_moe(
     weight_layout: int = 0,
     do_finalize: bool = True,
     enable_pdl: bool | None = None,
+    gemm1_lora_delta: torch.Tensor | None = None,
     output: torch.Tensor | None = None,
     tune_max_num_tokens: int = 8192,
     fp8_quantization_type: int = Fp8QuantizationType.DeepSeekFp8,
-    num_fused_shared_experts: int | None = None,
     activation_type: int = ActivationType.Swiglu,
     gemm1_alpha: torch.Tensor | None = None,
     gemm1_beta: torch.Tensor | None = None,
     gemm1_clamp_limit: torch.Tensor | None = None,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
     *,
+    num_fused_shared_experts: int | None = None,
     gemm1_bias: torch.Tensor | None = None,
     gemm2_bias: torch.Tensor | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
@@ -272,6 +264,7 @@ def trtllm_fp8_block_scale_routed_moe(
 
     Args:
         topk_ids: int32 `[tokens, top_k]`, `expert << 16 | bits of the weight in bf16`; or a tuple of ids and weights.
+        gemm1_lora_delta: None.
         num_fused_shared_experts: experts behind num_experts; topk_ids has them where tokens are to have them.
         others: as for `trtllm_fp8_block_scale_moe`; those about routing are accepted.
 
@@ -282,8 +275,10 @@ def trtllm_fp8_block_scale_routed_moe(
     Raises:
         ValueError: A shape, layout, device or number does not fit; the text names the argument.
         TypeError: A dtype does not fit.
+        NotImplementedError: layout MajorMn, or gemm1_lora_delta is given.
     """
-    shared = _shared(num_fused_shared_experts, num_experts, local_num_experts)
+    refuse_of_routed(gemm1_lora_delta)
+    shared = shared_experts(num_fused_shared_experts, num_experts, local_num_experts)
     return _run_blocks(
         p, unpacked(topk_ids), hidden_states, hidden_states_scale,
         Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
@@ -305,13 +300,13 @@ def _run_tensors(
     gemm2_weights: torch.Tensor,
     output2_scales_scalar: torch.Tensor,
     scales_input: bool,
-    activation_type: int,
+    activation: Activation,
     call: LayerCall,
 ) -> torch.Tensor | list[torch.Tensor]:
     """The scale of the linear projection includes that of the quantisation between the projections."""
     import torch
 
-    activation, experts = activation_of(activation_type), call.local_num_experts
+    experts = call.local_num_experts
     if x.ndim != 2:
         raise ValueError(f"hidden_states must have shape [tokens, hidden]; got {list(x.shape)}")
     _are_e4m3(hidden_states=x, gemm1_weights=gemm1_weights, gemm2_weights=gemm2_weights)
@@ -367,6 +362,7 @@ def trtllm_fp8_per_tensor_scale_moe(
     norm_topk_prob: bool = True,
     routing_replay_out: torch.Tensor | None = None,
     output: torch.Tensor | None = None,
+    gemm1_clamp_limit: torch.Tensor | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """Routes tokens and computes a mixture of experts whose e4m3 tensors have one scale each.
 
@@ -396,6 +392,8 @@ def trtllm_fp8_per_tensor_scale_moe(
         norm_topk_prob: whether SigmoidRenorm divides by the sum of the weights; without effect on other methods.
         routing_replay_out: int16 `[tokens or more, top_k]`; receives the chosen experts.
         output: `[tokens, hidden]`, bf16; allocated if None.
+        gemm1_clamp_limit: fp32 `[experts here]`: the linear projection is clamped to +-limit, the gate from above, both
+            as they are after their scales.
 
     Returns:
         output; without do_finalize `[rows [tokens * top_k, hidden], weights [tokens, top_k] bf16, positions
@@ -412,7 +410,7 @@ def trtllm_fp8_per_tensor_scale_moe(
     )  # fmt: skip
     return _run_tensors(
         p, routed, hidden_states, gemm1_weights, output1_scales_scalar, output1_scales_gate_scalar, gemm2_weights,
-        output2_scales_scalar, use_routing_scales_on_input, activation_type,
+        output2_scales_scalar, use_routing_scales_on_input, activation_of(activation_type, limit=gemm1_clamp_limit),
         LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output),
     )  # fmt: skip
 
@@ -443,12 +441,15 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
     enable_pdl: bool | None = None,
     tune_max_num_tokens: int = 8192,
     activation_type: int = ActivationType.Swiglu,
+    routing_replay_out: torch.Tensor | None = None,
     output: torch.Tensor | None = None,
+    gemm1_clamp_limit: torch.Tensor | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
     """As `trtllm_fp8_per_tensor_scale_moe`, with experts that the caller has chosen.
 
     Args:
         topk_ids: int32 `[tokens, top_k]`, `expert << 16 | bits of the weight in bf16`; or a tuple of ids and weights.
+        routing_replay_out: None.
         others: as for `trtllm_fp8_per_tensor_scale_moe`; those about routing are accepted.
 
     Returns:
@@ -458,9 +459,12 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
     Raises:
         ValueError: A shape, layout, device or number does not fit; the text names the argument.
         TypeError: A dtype does not fit.
+        NotImplementedError: routing_replay_out is given.
     """
+    refuse_of_routed(None, routing_replay_out)
     return _run_tensors(
         p, unpacked(topk_ids), hidden_states, gemm1_weights, output1_scales_scalar, output1_scales_gate_scalar,
-        gemm2_weights, output2_scales_scalar, use_routing_scales_on_input, activation_type,
+        gemm2_weights, output2_scales_scalar, use_routing_scales_on_input,
+        activation_of(activation_type, limit=gemm1_clamp_limit),
         LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output),
     )  # fmt: skip

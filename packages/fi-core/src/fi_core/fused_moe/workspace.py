@@ -6,9 +6,10 @@ from operator import index
 from typing import TYPE_CHECKING
 
 from fi_core.fused_moe.activations import kind_of
-from fi_core.fused_moe.formats import check_ranks, refuse
+from fi_core.fused_moe.formats import check_ranks
 from fi_core.fused_moe.moe_experts import COUNTERS
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import refuse
 from fi_core.runtime.launch.plan import ALIGNMENT, aligned
 from fi_core.tllm_enums import ActivationType, is_gated_activation
 
@@ -80,7 +81,10 @@ def cutlass_fused_moe_workspace_size(
     for name, dtype in (("x_dtype", x_dtype), ("weight_dtype", weight_dtype), ("output_dtype", output_dtype)):
         if not isinstance(dtype, torch.dtype) and (dtype is not None or name != "output_dtype"):
             raise TypeError(f"{name} must be a torch.dtype; got {dtype!r}")
-    refuse(min_latency_mode=min_latency_mode, use_wfp4afp8_humming=use_wfp4afp8_humming)
+    refuse(
+        "leave it out: kernels are chosen by the number of tokens", min_latency_mode=min_latency_mode,
+        use_wfp4afp8_humming=use_wfp4afp8_humming,
+    )  # fmt: skip
     for name, value in (
         ("max_num_tokens", max_num_tokens), ("hidden_size", hidden_size), ("intermediate_size", intermediate_size),
         ("num_experts_total", num_experts_total), ("top_k", top_k), ("tp_size", tp_size), ("ep_size", ep_size),

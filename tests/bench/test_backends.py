@@ -174,6 +174,41 @@ def test_library_names_of_flashinfers_guide_run_flashinfer(flashinfer: types.Mod
     assert (runner.library, runner.prepare(x)(x)) == ("flashinfer", "cudnn")
 
 
+LABELS = {
+    "BatchDecodeWithPagedKVCacheWrapper": {"cudnn", "trtllm-gen"},
+    "BatchPrefillWithPagedKVCacheWrapper": {"cudnn", "trtllm-gen"},
+    "BatchPrefillWithRaggedKVCacheWrapper": {"cudnn", "cutlass"},
+    "bmm_fp8": {"cudnn", "cutlass", "cute-dsl"},
+    "gemm_fp8_nt_groupwise": {"cutlass", "cutile"},
+    "trtllm_fp8_block_scale_moe": {"trtllm"},
+    "trtllm_fp4_block_scale_moe": {"trtllm"},
+    "trtllm_fp8_per_tensor_scale_moe": {"trtllm"},
+    "cutlass_fused_moe": {"cutlass"},
+    "rmsnorm": set(),
+}
+
+
+@pytest.mark.parametrize("routine", LABELS)
+def test_flashinfers_names_time_the_function_here(routine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own are `flashinfer:NAME`, which nobody can take for this library's."""
+    found = cases.find(routine)
+    assert found is not None
+    assert set(backends.labels(found)) == LABELS[routine]
+    for name in LABELS[routine]:
+        assert backends.bind(name, found, "cuda").library == "fi_core"
+        with pytest.raises(SkipError, match=r"needs a GPU of compute capability 8\.0 and later; --backends cpu"):
+            backends.bind(name, found, "cpu")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        with pytest.raises(SkipError, match="flashinfer is not installed"):
+            backends.bind(f"flashinfer:{name}", found, "cuda")
+
+
+def test_a_label_asks_a_wrapper_for_its_backend(ours: type[Wrapper]) -> None:
+    runner = backends.bind("trtllm-gen", wrapped("rmsnorm", labels=("trtllm-gen",)), "cuda")
+    runner.prepare(Inputs(input=torch.ones(4)))
+    assert ours.made == [("wrapper", "trtllm-gen")]
+
+
 def test_an_implementation_with_the_name_of_a_library_has_a_prefix(
     ours: type[Wrapper], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,8 @@ VARIANTS = {
         "--input_dtype float16 --routing_skew 1.5",
         "--cutlass_variant fp8_block_scale",
         "--cutlass_variant mxfp4",
+        "--cutlass_variant nvfp4",
+        "--cutlass_variant fp8",
         "--ep_size 2 --ep_rank 1 --n_group 4 --topk_group 2",
     ],
     "moe_routing": ["--n_group 4 --topk_group 2 --routing_skew 1"],
@@ -68,6 +70,60 @@ CASES = [
 ]
 
 
+EXPERTS = [
+    *(f"fp8_block_scale --routing_method {method}" for method in ("renormalize", "renormalize_naive", "topk")),
+    "fp8_block_scale --routing_method llama4 --top_k 1",
+    "fp8_block_scale --use_routing_bias --n_group 4 --topk_group 2",
+    "fp8_block_scale --weight_layout 2 --use_shuffled_weight",
+    "fp8_block_scale --use_shuffled_weight --local_expert_offset 4 --local_num_experts 4",
+    "fp8_block_scale --weight_layout 2",
+    "fp8_per_tensor_scale",
+    "fp8_per_tensor_scale --routing_method llama4 --top_k 1 --use_routing_scales_on_input",
+    *(f"fp4_block_scale --fp4_mode {mode}" for mode in ("nvfp4", "mxfp4_mxfp8", "mxfp4_bf16")),
+    "fp4_block_scale --routing_method topk --fp4_mode mxfp4_bf16",
+]
+
+
+@pytest.mark.parametrize("line", EXPERTS)
+def test_layers_that_route_agree_with_the_reference(line: str) -> None:
+    """Every routing method, layout and format, of torch and of fi_core."""
+    name, _, more = line.partition(" ")
+    found = cases.find(f"trtllm_{name}_moe")
+    assert found is not None and found.unsupported is not None
+    p = params(found, more)
+    assert found.unsupported("cpu", p) is None
+    for backend in ("torch", "cpu"):
+        for d in differences(found, p, backend):
+            assert d.ok, (backend, d)
+
+
+@pytest.mark.parametrize("variant", ["nvfp4", "fp8"])
+def test_chosen_experts_in_the_formats_of_cutlass(variant: str) -> None:
+    found = cases.find("cutlass_fused_moe")
+    assert found is not None
+    for d in differences(found, params(found, f"--cutlass_variant {variant}"), "cpu"):
+        assert d.ok, d
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("fp8_block_scale --weight_layout 1", "--weight_layout must be 0 (MajorK) or 2 (BlockMajorK), got 1"),
+        ("fp8_block_scale --routing_method llama4", "--routing_method llama4 takes --top_k 1, got 2"),
+        ("fp8_block_scale --quantized_input", "the case has no --quantized_input"),
+        ("fp8_block_scale --use_routing_scales_on_input", "is for trtllm_fp8_per_tensor_scale_moe"),
+        ("fp4_block_scale --weight_layout 2", "takes shuffled weights in --weight_layout 0 only"),
+        ("fp8_per_tensor_scale --routing_method topk --use_routing_bias", "is for --routing_method deepseek_v3"),
+        ("fp8_per_tensor_scale --local_expert_offset 7 --local_num_experts 4", "must be at most --num_experts"),
+    ],
+)
+def test_what_a_layer_does_not_take_is_said(line: str, words: str) -> None:
+    name, _, more = line.partition(" ")
+    found = cases.find(f"trtllm_{name}_moe")
+    assert found is not None and found.unsupported is not None
+    assert words in str(found.unsupported("cpu", params(found, more)))
+
+
 def params(found: case.Case, more: str = "") -> Namespace:
     return parsing.parse(f"--routine {found.routine} {SMALL[found.family]} {more}".split())
 
@@ -86,7 +142,12 @@ def differences(found: case.Case, p: Namespace, backend: str) -> list[refcheck.D
     return refcheck.check(outputs, found.reference(fresh(x)), found.tolerances(x, outputs), backend == "torch")
 
 
-VARIED = [(found, more) for found in CASES for more in ("", *VARIANTS.get(found.family, ()))]
+VARIED = [
+    (found, more)
+    for found in CASES
+    for more in ("", *VARIANTS.get(found.family, ()))
+    if "--cutlass" not in more or found.routine.startswith("cutlass")
+]
 
 
 @pytest.mark.parametrize(("found", "more"), VARIED, ids=[f"{c.routine} {m}".strip() for c, m in VARIED])

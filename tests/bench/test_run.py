@@ -46,6 +46,32 @@ def test_a_checked_run_prints_results_and_details(line: list[str], capsys: pytes
     assert "refcheck ok" in out
 
 
+@pytest.mark.parametrize("routine", ["BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper"])
+def test_details_of_attention_are_those_of_flashinfer(routine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"--routine {routine} --backends cpu --batch_size 2 --s_kv 40 --page_size 16 --num_iters 2 -vv"
+    assert main([*line.split(), "--num_qo_heads", "4", "--num_kv_heads", "2", "--head_dim_qk", "64"]) == 0
+    said = dict(re.findall(r"^\[VVERBOSE\] (\S+) = (.*)$", capsys.readouterr().out, re.M))
+    assert said["gpu_name"] == "none: CPU"
+    assert float(said["scale"]) == 0.125
+    assert said["q.shape"] == "torch.Size([2, 4, 64])"
+    assert said["actual_seq_lens_kv.flatten()"].startswith("tensor([40, 40]")
+    if "Paged" in routine:
+        assert (said["num_pages_per_seq"], said["total_num_pages"]) == ("3", "6")
+        assert said["kv_cache.shape"] == "(torch.Size([6, 16, 2, 64]), torch.Size([6, 16, 2, 64]))"
+        assert said["kv_cache.stride()"] == "((2048, 128, 64, 1), (2048, 128, 64, 1))"
+        assert said["block_tables.shape"] == "torch.Size([2, 3])"
+
+
+def test_a_call_of_seconds_is_sampled_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fi_bench.measure import wall
+
+    monkeypatch.setattr(wall, "_MOST_SECONDS", 1e-4)
+    assert main([*RMS, "--backends", "torch", "--num_iters", "30", "--dry_run_iters", "9"]) == 0
+    assert re.search(r"torch: \d of 30 samples were taken, because a call takes", capsys.readouterr().out)
+
+
 def test_the_perf_line_is_that_of_flashinfer(capsys: pytest.CaptureFixture[str]) -> None:
     from fi_bench.console import perf
 
@@ -106,9 +132,23 @@ def test_malformed_lines_are_reported_and_the_rest_runs(tmp_path: Path, capsys: 
         ([*RMS, "--backends", "mma_sm80"], 1, "no implementation 'mma_sm80'"),
         ([*DECODE, "--backends", "torch", "--random_actual_seq_len"], 1, "is for batch routines"),
         ([*DECODE, "--backends", "torch", "--batch_size", "2"], 1, "takes --batch_size 1, got 2"),
-        ([*DECODE, "--backends", "cudnn"], 1, "cudnn has kernels for GPUs only"),
+        ([*DECODE, "--backends", "cudnn"], 1, "it needs a GPU of compute capability 8.x, 9.x, 10.x, 11.x, 12.x; "),
         ([*GEMM, "--backends", "deepgemm"], 1, "pip install git+https://github.com/deepseek-ai/DeepGEMM.git"),
-        ([*GEMM, "--backends", "cutlass"], 1, "cutlass is a backend of FlashInfer; flashinfer is not installed: pip"),
+        (
+            [*GEMM, "--backends", "cutlass"],
+            1,
+            "it needs a GPU of compute capability 8.0 and later; --backends cpu runs",
+        ),
+        (
+            [*RMS, "--backends", "cutlass"],
+            1,
+            "10.x, 11.x, 12.x and flashinfer (pip install flashinfer-python); --backends",
+        ),
+        (
+            ["--routine", "bmm_fp8", *["--m", "8", "--n", "64", "--k", "64", "--mma_sm", "3"]],
+            2,
+            "--mma_sm must be at most 2, got 3",
+        ),
         ([*RMS, "--backends", "deepgemm"], 1, "deepgemm has no rmsnorm"),
     ],
 )

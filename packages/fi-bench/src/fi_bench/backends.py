@@ -15,9 +15,10 @@ from typing import Any
 from fi_bench import cases, support
 from fi_bench.case import Case, Inputs, Planned
 from fi_bench.errors import SkipError, UsageError, did_you_mean
-from fi_bench.peers import FLASHINFER, LIBRARIES
+from fi_bench.peers import FLASHINFER, LIBRARIES, Library
 
-# FlashInfer's own backends, which its benchmark names without a prefix: `cutlass` is `flashinfer:cutlass`.
+# FlashInfer's names of backends. Those that a function here takes time that function (`labels`); the others time
+# FlashInfer's own, which `flashinfer:cutlass` always does.
 _FOREIGN = (
     "cudnn-native", "cutlass", "trtllm", "trtllm-gen", "trtllm-native", "trtllm-fmha-v2", "cute-dsl", "prims-ts",
     "triton", "fla", "cudsl", "tgv", "cublaslt", "b12x", "tinygemm", "cutile", "trtllm_low_latency",
@@ -26,6 +27,7 @@ _FOREIGN = (
 _RENAMED = {"trtllm-gen-native": "trtllm-native", "prims_ts": "prims-ts", "trtllm": "trtllm-gen"}
 _PUBLIC = ("fa2", "fa2_tc", "fa3")  # values of `backend=` that the wrappers of FlashInfer and of fi-core accept
 _DEVICES = ("auto", "cpu", "cuda")
+_OLDEST = 8.0  # the first compute capability that any kernel takes
 _OWN = "fi:"  # before the name of an implementation of fi-core that is also the name of a library: `fi:cudnn`
 
 
@@ -78,6 +80,8 @@ def bind(name: str, case: Case, device: str) -> Runner:
     """The runner of a backend. SkipError gives the reason if it cannot run here."""
     if is_ours(name, case):
         return _ours(name, case, device)
+    if name in labels(case):
+        return _labelled(name, case, device)
     if name == "fa3":
         name = "flash_attention3"
     base, _, own = name.partition(":")
@@ -92,10 +96,10 @@ def bind(name: str, case: Case, device: str) -> Runner:
     if run is None:
         raise SkipError(f"{name} has no {case.routine}")
     module = library.module()
+    if library.majors is not None:
+        _check_major(name, library, device)
     if module is None:
         raise SkipError(f"{library.modules[0]} is not installed: {library.install}")
-    if library.majors is not None:
-        _check_major(name, library.majors, device)
     return Runner(name, module.partition(".")[0], name, _prepared(run), case.torch_outputs or case.outputs)
 
 
@@ -113,21 +117,32 @@ def _of_function(case: Case, function: Callable[..., Any], backend: str) -> Call
     return lambda x: functools.partial(case.call, plan(function, x, backend))
 
 
-def _check_major(name: str, majors: tuple[int, ...], device: str) -> None:
+def _needs_gpu(name: str, capabilities: str, package: str = "") -> SkipError:
+    """The reason on a CPU: a GPU, which one, and then the package."""
+    also = f" and {package}" if package else ""
+    return SkipError(
+        f"backend {name!r} does not run on --device cpu: it needs a GPU of compute capability {capabilities}{also}; "
+        "--backends cpu runs the same case"
+    )
+
+
+def _check_major(name: str, library: Library, device: str) -> None:
+    majors = ", ".join(f"{m}.x" for m in library.majors or ())
     if device == "cpu":
-        raise SkipError(f"{name} has kernels for GPUs only")
+        missing = "" if library.module() else f"{library.modules[0]} ({library.install})"
+        raise _needs_gpu(name, majors, missing)
     import torch
 
-    if torch.cuda.get_device_capability()[0] not in majors:
-        raise SkipError(f"{name} has kernels for compute capability {', '.join(f'{m}.x' for m in majors)}")
+    if torch.cuda.get_device_capability()[0] not in (library.majors or ()):
+        raise SkipError(f"{name} has kernels for compute capability {majors}")
 
 
 def _flashinfer(name: str, own: str, case: Case, device: str) -> Runner:
     """FlashInfer has our signatures; `own` is its own backend name, empty for its default."""
+    _check_major(name, FLASHINFER, device)
     if FLASHINFER.module() is None:
         whose = "" if name.startswith("flashinfer") else f"{own} is a backend of FlashInfer; "
         raise SkipError(f"{whose}flashinfer is not installed: {FLASHINFER.install}")
-    _check_major(name, FLASHINFER.majors or (), device)
     import torch
 
     why = support.refusal(case.routine, own, "{}.{}".format(*torch.cuda.get_device_capability())) if own else None
@@ -178,6 +193,32 @@ def implementations(case: Case) -> tuple[str, ...]:
     return tuple(impl.name for impl in found.op.implementations) if found else ()
 
 
+def labels(case: Case) -> tuple[str, ...]:
+    """FlashInfer's names of backends that this library's function or wrapper takes, beside those of other libraries.
+
+    A GEMM lists its own; all of them select the same kernels. Its "trtllm" takes weights in another order.
+    """
+    takes = getattr(_function(case, "fi_core"), "has_backend", None)
+    own = [name for name in ("cudnn", *_FOREIGN) if name != "trtllm" and takes and takes(name)]
+    return tuple(name for name in (*case.labels, *own) if name not in case.peers)
+
+
+def _capabilities_from(case: Case) -> str:
+    """The compute capabilities of a case's kernels in words."""
+    places = [float(place) for found in capabilities(case).values() for place in found if place != "CPU"]
+    return f"{min((place for place in places if place >= _OLDEST), default=_OLDEST)} and later"
+
+
+def _labelled(name: str, case: Case, device: str) -> Runner:
+    """This library's function or wrapper, asked for by FlashInfer's name of a backend."""
+    if device == "cpu":
+        raise _needs_gpu(name, _capabilities_from(case))
+    function = _function(case, "fi_core")
+    assert function is not None, f"fi_core.{case.function} has labels"
+    resolved = name if name in implementations(case) else _first(case, device)
+    return Runner(name, "fi_core", resolved, _of_function(case, function, name), case.outputs)
+
+
 def capabilities(case: Case) -> dict[str, tuple[str, ...]]:
     """Where each implementation of a case runs, as its constraints say: "CPU" and compute capabilities."""
     from fi_core.runtime.launch.operator import operators
@@ -204,7 +245,7 @@ def _ours(name: str, case: Case, device: str) -> Runner:
         if own not in impls or case.plan is None:
             raise SkipError(f"fi-core's {case.routine} has no backend {own!r}")
         if device == "cpu":
-            raise SkipError(f"backend {name!r} does not run on --device {device}")
+            raise _needs_gpu(name, _capabilities_from(case))
         return Runner(name, "fi_core", own, _of_function(case, function, own), case.outputs)
     if name == "auto" or not impls:
         if name not in ("auto", device):
@@ -212,10 +253,12 @@ def _ours(name: str, case: Case, device: str) -> Runner:
         return Runner(name, "fi_core", _first(case, device), _of_function(case, function, name), case.outputs)
     if name in _PUBLIC and name not in impls and case.plan is not None:
         if device == "cpu":
-            raise SkipError(f"backend {name!r} does not run on --device {device}")
+            raise _needs_gpu(name, _capabilities_from(case) if name != "fa3" else "9.0")
         return Runner(name, "fi_core", name, _of_function(case, function, name), case.outputs)
     if name not in impls:
         raise SkipError(f"fi-core's {case.op} has no implementation {name!r}; it has {', '.join(impls)}")
+    if device == "cpu" and name != "cpu":
+        raise _needs_gpu(name, ", ".join(capabilities(case)[name]))
     if (name == "cpu") != (device == "cpu"):
         raise SkipError(f"implementation {name!r} does not run on --device {device}")
 

@@ -72,6 +72,7 @@ class Case:
     reference: Callable[[Inputs], Outputs]
     work: Callable[[Namespace, Inputs], Work]
     torch: Callable[[Inputs], Any] | None
+    labels: tuple[str, ...] = ()  # FlashInfer's names of backends that time the function of fi_core
     op: str = ""  # name in fi_core's registry; its implementations are the backends
     also: tuple[str, ...] = ()  # other ops that the routine launches
     plan: Callable[[Callable[..., Any], Inputs, str], Any] | None = None
@@ -81,6 +82,7 @@ class Case:
     description: Callable[[Inputs], TraceTemplate] | None = None  # of fi_core, by the arguments of a call
     torch_outputs: Callable[[Inputs, Any], Outputs] | None = None  # for peers that return other things than the call
     pdl: bool = False
+    details: Callable[[Inputs], Mapping[str, object]] | None = None  # more lines of -vv, beside shapes of inputs
     lengths: Callable[[Inputs], Mapping[str, float]] | None = None  # averages printed with -v, kept in the row
     unsupported: Callable[[str, Namespace], str | None] | None = None  # (backend, params) -> the reason, if any
 

@@ -25,6 +25,7 @@ class Flag:
     metavar: str | None = None
     dest: str | None = None
     least: int | None = None  # of every value
+    most: int | None = None
 
 
 def number(name: str, default: int | None, help: str, required: bool = False, least: int = 1) -> Flag:
@@ -169,7 +170,7 @@ GEMM = (
     dtype("input_dtype", "fp8_e4m3"),
     dtype("mat2_dtype", "fp8_e4m3"),
     dtype("out_dtype", "bfloat16"),
-    number("mma_sm", 1, "SMs of one MMA"),
+    Flag("mma_sm", "SMs of one MMA: 1 or 2", integers, 1, metavar="{1,2}", least=1, most=2),
     switch("use_128x4_sf_layout", "swizzled scale layout"),
     switch("use_nvfp4", "nvfp4 instead of mxfp4"),
     switch("bias", "add a bias"),
@@ -360,6 +361,7 @@ MAMBA = (
     number("dstate", None, "state dimension", True),
     number("ngroups", 8, "groups"),
     number("cache_steps", 0, "cached steps", least=0),
+    dtype("input_dtype", "bfloat16"),
     dtype("state_dtype", "bfloat16"),
     dtype("weight_dtype", "float32"),
     switch("has_z", "gate z"),

@@ -111,17 +111,20 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             setattr(args, flag.name, sweep.one_or_axis(getattr(args, flag.name)))
     _check(args)
     for flag in family.flags:
-        _check_least(flag, getattr(args, flag.dest or flag.name))
+        _check_bounds(flag, getattr(args, flag.dest or flag.name))
     if family.name == "attention":
         _check_lengths(args)
     return args
 
 
-def _check_least(flag: Flag, value: Any) -> None:
+def _check_bounds(flag: Flag, value: Any) -> None:
     values = value if isinstance(value, sweep.Axis) else (value,)
     low = [v for v in values if flag.least is not None and v is not None and v < flag.least]
     if low:
         raise UsageError(f"--{flag.name} must be at least {flag.least}, got {low[0]}")
+    high = [v for v in values if flag.most is not None and v is not None and v > flag.most]
+    if high:
+        raise UsageError(f"--{flag.name} must be at most {flag.most}, got {high[0]}")
 
 
 def _check(args: argparse.Namespace) -> None:

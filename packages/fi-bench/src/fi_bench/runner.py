@@ -17,7 +17,7 @@ from fi_bench.catalog import family_of
 from fi_bench.console import Log, human_time, perf, say
 from fi_bench.errors import ContextLostError, MismatchError, SkipError
 from fi_bench.measure import Measurement, Options, measure
-from fi_core.runtime.errors import UnsupportedError
+from fi_core.runtime.errors import LibraryError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +108,7 @@ class CaseRun:
             if renamed:
                 say("WARNING", renamed)
             self._fill(name, found)
-        except (SkipError, UnsupportedError) as skip:
+        except (SkipError, UnsupportedError, LibraryError) as skip:
             reason = " ".join(str(skip).split())
             found |= {"status": "skipped", "reason": reason}
             say(
@@ -148,6 +148,8 @@ class CaseRun:
         self.case = found_case
         device_name = device_of(self.args, self.names)
         runner = backends.bind(name, self.case, device_name)
+        if name in backends.labels(self.case) and runner.library == "fi_core":
+            say("INFO", f"{name} times fi_core.{self.case.function}; FlashInfer's own is flashinfer:{name}")
         why = self.case.unsupported(name, self.args) if self.case.unsupported else None
         if why:
             raise SkipError(why)
@@ -193,8 +195,7 @@ class CaseRun:
         torch.manual_seed(self.args.random_seed)
         generator = torch.Generator(device).manual_seed(self.args.random_seed)
         self.inputs = self.case.make(self.args, device, generator)
-        if device.type == "cuda":
-            self.log.detail("gpu_name", repr(environment.gpu_name()))
+        self.log.detail("gpu_name", repr(environment.gpu_name()) if device.type == "cuda" else "none: CPU")
         if self.case.lengths:
             for words, value in self.case.lengths(self.inputs).items():
                 self.log.lengths(f"Average actual {words.replace('avg_actual_', '').replace('_', ' ')}: {int(value)}")
@@ -205,6 +206,8 @@ class CaseRun:
             self.log.detail(f"{name}.shape", value.shape)
             if not value.is_contiguous():
                 self.log.detail(f"{name}.stride()", value.stride())
+        for name, value in (self.case.details(self.inputs) if self.case.details else {}).items():
+            self.log.detail(name, value)
 
     def _check(self, runner: backends.Runner) -> dict[str, Any]:
         """Runs once on poisoned outputs and compares them with the fp64 reference."""

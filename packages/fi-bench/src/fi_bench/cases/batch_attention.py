@@ -134,6 +134,26 @@ def _lengths(x: Inputs) -> dict[str, float]:
     return {f"avg_actual_{name}_len": mean for name, mean in means.items()}
 
 
+def _details(x: Inputs) -> dict[str, object]:
+    """The lines of FlashInfer's benchmark. kv_cache is the pair of k and v; block_tables the page table as a rectangle,
+    which the wrappers take as indices.
+    """
+    import torch
+
+    lengths = {f"actual_seq_lens_{name}.flatten()": torch.tensor(x[f"{name}_lens"]) for name in ("qo", "kv")}
+    found: dict[str, object] = {name.replace("_qo", "_q"): value for name, value in lengths.items()}
+    if "paged_kv_cache" in x:
+        pages = int(x.kv_indptr.diff().max())
+        found |= {
+            "num_pages_per_seq": pages,
+            "total_num_pages": x.kv_indices.numel(),
+            "kv_cache.shape": tuple(part.shape for part in x.paged_kv_cache),
+            "kv_cache.stride()": tuple(part.stride() for part in x.paged_kv_cache),
+            "block_tables.shape": torch.Size((len(x.kv_lens), pages)),
+        }
+    return {**found, "scale": x.sm_scale}
+
+
 def _decode_backend(name: str, x: Inputs) -> dict[str, Any]:
     """FlashInfer's benchmark calls decode on tensor cores "fa2_tc", and decode without them "fa2"."""
     public = {"fa2_tc": "fa2", "cpu": "auto"}.get(name, name)
@@ -145,6 +165,8 @@ def _case(function: str, *sizes: Callable[[Namespace], dict[str, Any]], **more: 
         "op": "batch_prefill",
         "also": ("prefill_plan",),
         "lengths": _lengths,
+        "details": _details,
+        "labels": ("cudnn", "trtllm-gen"),
         "unsupported": _unsupported,
         "peers": {"flash_attention3": Planned(_plan_flash_attention3, lambda run, x: run(x))},
         "torch": _torch(),
@@ -170,5 +192,5 @@ CASES = (
         unsupported=_unsupported_decode,
     ),
     _case("prefill.BatchPrefillWithPagedKVCacheWrapper", _sizes, _paged, _prefill),
-    _case("prefill.BatchPrefillWithRaggedKVCacheWrapper", _sizes, _prefill),
+    _case("prefill.BatchPrefillWithRaggedKVCacheWrapper", _sizes, _prefill, labels=("cudnn", "cutlass")),
 )

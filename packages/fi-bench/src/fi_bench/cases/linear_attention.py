@@ -35,7 +35,7 @@ def _prefill_channels(p: Namespace) -> dict[str, Any]:
 
 def _selective(p: Namespace) -> dict[str, Any]:
     same = ("batch_size", "nheads", "dim", "dstate", "ngroups", "has_z", "dt_softplus")
-    return {**sizes_of(p, *same, state_dtype="state_dtype"), "dtype": "bfloat16"}
+    return {**sizes_of(p, *same, state_dtype="state_dtype", dtype="input_dtype")}
 
 
 def _layout(_: str, p: Namespace) -> str | None:

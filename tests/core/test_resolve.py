@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from core import package, toy
+from fi_core import ahead
 from fi_core.ahead import prepare
 from fi_core.runtime.build import compiler
 from fi_core.runtime.errors import MissingKernelError
@@ -317,3 +318,18 @@ def test_prepare_mends_a_damaged_entry() -> None:
     found.path.write_bytes(b"damaged")
     assert prepare([toy.spec()], progress=False) == 1
     assert built(image()) == found and found.path.read_bytes()[:4] == b"\x7fELF"
+
+
+def test_what_is_compiled_while_serving_is_counted_and_logged(said: list[tuple[int, str]]) -> None:
+    """An engine's test compares the names before and after its requests."""
+    before = ahead.compiled_files()
+    first, second = toy.artifacts(1)[1], toy.artifacts(2)[1]
+    built(first)
+    assert ahead.compiled_files() == (*before, first.name)
+    assert not [text for level, text in said if level >= logging.WARNING]
+    ahead.serving()
+    built(first)
+    built(second)
+    ahead.serving(False)
+    assert ahead.compiled_files() == (*before, first.name, second.name)
+    assert [text for level, text in said if level >= logging.WARNING] == [f"{second.name} was compiled while serving"]

@@ -12,7 +12,7 @@ from fi_core.registry import load
 from fi_core.runtime import files
 from fi_core.runtime.build import sources
 from fi_core.runtime.dispatch import AUTO, Request, choose
-from fi_core.runtime.resolve import build_missing, start
+from fi_core.runtime.resolve import build_missing, compiled, start, warn_of_compiles
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Spec
@@ -228,6 +228,20 @@ def prepare(
     if wait or rebuild:
         return build_missing(files_of(specs), progress=progress, rebuild=rebuild)
     return start(files_of(specs))
+
+
+def compiled_files() -> tuple[str, ...]:
+    """The names of the files that this process has compiled, in order. None is added while an engine serves, if all was
+    prepared: compare two results.
+    """
+    return tuple(compiled)
+
+
+def serving(on: bool = True) -> None:
+    """Whether an engine serves: a warning is then logged, on "fi_core.jit", for each file that is compiled. An engine
+    calls it after its first answer.
+    """
+    warn_of_compiles(on)
 
 
 def _given(what: Any) -> Iterator[Spec]:

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fi_core.runtime.resolve import wait_for_begun
+
 Shapes = tuple[tuple[int, ...], ...]
 Buckets = tuple[int, ...]
 METADATA = "_metadata"
@@ -386,13 +388,16 @@ def autotune(
     skip_ops: str | Iterable[str] | None = None,
     cuda_graph_profile_replays: int | None = None,
 ) -> Iterator[None]:
-    """Context manager in which FlashInfer measures tactics; fi only controls how tables are looked up.
+    """Context manager in which FlashInfer measures tactics; fi compiles, and controls how tables are looked up.
+
+    An engine calls its model once inside. The first call of a layer begins to compile all kernels that the layer
+    reaches, with any number of tokens, and the context ends when they are compiled: no later call waits for them.
 
     Contexts nest per thread: the inner one overrides the outer one, and names in skip_ops accumulate. Results do not
     depend on any of the arguments.
 
     Args:
-        tune_mode: whether the table is written to `cache` at exit.
+        tune_mode: whether the exit waits for compilers, and the table is written to `cache`.
         cache: table file. It is loaded at entry if it exists. It is neither used nor written if it belongs to another
             GPU or version.
         tuning_buckets: replaces the buckets of dynamic dimensions.
@@ -424,5 +429,7 @@ def autotune(
         yield
     finally:
         tuner._scopes.current = outer
+        if tune_mode:
+            wait_for_begun()
         if tune_mode and cache is not None and usable:
             tuner.save_configs(cache)

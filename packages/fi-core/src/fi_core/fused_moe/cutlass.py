@@ -8,7 +8,7 @@ from fi_core.fused_moe import trace
 from fi_core.fused_moe.activations import activation_of
 from fi_core.fused_moe.formats import check_experts, layer_of
 from fi_core.fused_moe.launches import compute_layer
-from fi_core.fused_moe.layer import TokenExperts
+from fi_core.fused_moe.layer import TOKENS, TokenExperts
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import refuse
 from fi_core.runtime.launch.plan import Launches, plans_launches
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @fi_api(trace=trace.cutlass)
-@plans_launches("output", workspace="workspace_buffer")
+@plans_launches("output", workspace="workspace_buffer", tokens=TOKENS)
 def cutlass_fused_moe(
     p: Launches,
     input: torch.Tensor,

@@ -11,6 +11,15 @@ from fi_core.tllm_enums import ActivationType, is_gated_activation
 if TYPE_CHECKING:
     import torch
 
+# The axis of tokens of the arguments of a layer, by which plans reach the kernels of other numbers of tokens.
+TOKENS = dict.fromkeys(
+    (
+        "input", "token_selected_experts", "token_final_scales", "hidden_states", "routing_logits", "topk_ids",
+        "routing_replay_out", "output",
+    ),
+    0,
+)  # fmt: skip
+
 
 class Tables(NamedTuple):
     """Slots (a token and one of its experts) sorted by local expert; int32, on the device."""

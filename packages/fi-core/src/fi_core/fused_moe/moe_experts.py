@@ -95,6 +95,7 @@ MOE_EXPERTS = Op(
         "tokens": Field(TILE_TOKENS, 8),
     },
     config=ExpertsConfig,
+    varies={"tokens": TILE_TOKENS},
     implementations=(
         Implementation("cpu", (*ON_CPU, _WEIGHTS)),
         Implementation("wgmma_sm90", (*exactly(90), _WEIGHTS), _unit),

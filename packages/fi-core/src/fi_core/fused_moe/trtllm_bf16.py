@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fi_core.fused_moe.activations import activation_of
-from fi_core.fused_moe.layer import Layer, Projection
+from fi_core.fused_moe.layer import TOKENS, Layer, Projection
 from fi_core.fused_moe.routing import Routed, refuse_of_routed, route, unpacked
 from fi_core.fused_moe.trtllm import LayerCall, prepared, run_layer
 from fi_core.observe.log import fi_api
@@ -45,7 +45,7 @@ def _run(
 
 
 @fi_api
-@plans_launches("output", by="hidden_states")
+@plans_launches("output", by="hidden_states", tokens=TOKENS)
 def trtllm_bf16_moe(
     p: Launches,
     routing_logits: torch.Tensor,
@@ -123,7 +123,7 @@ def trtllm_bf16_moe(
 
 
 @fi_api
-@plans_launches("output", by="hidden_states")
+@plans_launches("output", by="hidden_states", tokens=TOKENS)
 def trtllm_bf16_routed_moe(
     p: Launches,
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],

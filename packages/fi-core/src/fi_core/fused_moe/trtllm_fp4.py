@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fi_core.fused_moe.activations import activation_of
 from fi_core.fused_moe.formats import dequantized
-from fi_core.fused_moe.layer import Layer, Mixed, Projection
+from fi_core.fused_moe.layer import TOKENS, Layer, Mixed, Projection
 from fi_core.fused_moe.ops import MXFP4, NVFP4
 from fi_core.fused_moe.routing import Routed, refuse_of_routed, route, unpacked
 from fi_core.fused_moe.trtllm import LayerCall, prepared, run_layer, shared_experts
@@ -98,7 +98,7 @@ def _run(
 
 
 @fi_api
-@plans_launches("output", by="hidden_states")
+@plans_launches("output", by="hidden_states", tokens=TOKENS | {"hidden_states_scale": 0})
 def trtllm_fp4_block_scale_moe(
     p: Launches,
     routing_logits: torch.Tensor,
@@ -202,7 +202,7 @@ def trtllm_fp4_block_scale_moe(
 
 
 @fi_api
-@plans_launches("output", by="hidden_states")
+@plans_launches("output", by="hidden_states", tokens=TOKENS | {"hidden_states_scale": 0})
 def trtllm_fp4_block_scale_routed_moe(
     p: Launches,
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fi_core.fused_moe import trace
 from fi_core.fused_moe.activations import activation_of
 from fi_core.fused_moe.formats import dequantized, fp8_blocks
-from fi_core.fused_moe.layer import Layer, Mixed, Projection
+from fi_core.fused_moe.layer import TOKENS, Layer, Mixed, Projection
 from fi_core.fused_moe.ops import MXFP8
 from fi_core.fused_moe.routing import Routed, refuse_of_routed, route, unpacked
 from fi_core.fused_moe.trtllm import LayerCall, prepared, run_layer, shared_experts
@@ -113,7 +113,7 @@ def _run_blocks(
 
 
 @fi_api(trace=trace.trtllm_blocks)
-@plans_launches("output", by="hidden_states")
+@plans_launches("output", by="hidden_states", tokens=TOKENS | {"hidden_states_scale": 1})
 def trtllm_fp8_block_scale_moe(
     p: Launches,
     routing_logits: torch.Tensor,
@@ -221,7 +221,7 @@ def trtllm_fp8_block_scale_moe(
 
 
 @fi_api
-@plans_launches("output", by="hidden_states")
+@plans_launches("output", by="hidden_states", tokens=TOKENS | {"hidden_states_scale": 1})
 def trtllm_fp8_block_scale_routed_moe(
     p: Launches,
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -334,7 +334,7 @@ def _run_tensors(
 
 
 @fi_api
-@plans_launches("output", by="hidden_states")
+@plans_launches("output", by="hidden_states", tokens=TOKENS)
 def trtllm_fp8_per_tensor_scale_moe(
     p: Launches,
     routing_logits: torch.Tensor,
@@ -416,7 +416,7 @@ def trtllm_fp8_per_tensor_scale_moe(
 
 
 @fi_api
-@plans_launches("output", by="hidden_states")
+@plans_launches("output", by="hidden_states", tokens=TOKENS)
 def trtllm_fp8_per_tensor_scale_routed_moe(
     p: Launches,
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],

@@ -42,6 +42,7 @@ GEMM_FP4 = Op(
     },
     axes={"out": ("f16", "bf16", "f32"), "block": (16, 32), "tokens": _TOKENS},
     config=GemmFp4Config,
+    varies={"m": _TOKENS},
     implementations=(
         Implementation("cpu", ON_CPU, axes=lambda v: {**v, "tokens": _TOKENS[0]}),
         Implementation(

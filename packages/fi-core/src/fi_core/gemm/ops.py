@@ -216,6 +216,7 @@ GEMM = Op(
         "tokens": (0, *_SMALL_M_TOKENS),
     },
     config=GemmConfig,
+    varies={"m": (*_SMALL_M_TOKENS, _LARGE_M)},
     implementations=(
         Implementation("cpu", (*ON_CPU, _SAME_OR_FP8), axes=_any_m),
         Implementation(

@@ -83,6 +83,7 @@ RMSNORM = Op(
     "Tensor(b!)? residual=None, Tensor? scale=None, float weight_bias=0.0",
     axes={"dtype": _DTYPES, "out": _OUTS, "residual": (False, True)},
     config=NormConfig,
+    varies={"residual": (False, True)},
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _rmsnorm_unit)),
     prebuilt=tuple(
         {"dtype": dtype, "out": out, "residual": residual}

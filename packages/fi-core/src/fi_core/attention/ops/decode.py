@@ -305,6 +305,7 @@ BATCH_DECODE = Op(
     axes={"q": TYPES, "kv": KV_TYPES, "head_dim": (*HEAD_DIMS, 0), "split_tables": (False, True)},
     config=DecodeConfig,
     takes_variant=True,
+    beside=("batch_prefill", "prefill_plan"),
     implementations=(
         Implementation("cpu", ON_CPU, axes=_general, backends=("cpu", "fa2", "fa2_cuda_core")),
         Implementation(

@@ -277,6 +277,7 @@ BATCH_PREFILL = Op(
     },
     config=PrefillConfig,
     takes_variant=True,
+    beside=("batch_decode", "decode_plan"),
     implementations=(
         Implementation("cpu", ON_CPU, axes=_general, backends=("cpu", "fa2")),
         Implementation("wgmma_sm90", (*exactly(90), *WGMMA), _wgmma_unit, _compiled, ("fa3",)),

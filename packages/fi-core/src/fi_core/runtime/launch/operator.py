@@ -17,6 +17,7 @@ from typing import Any
 from fi_core.runtime.dispatch import AUTO, Choice, Request, choose
 from fi_core.runtime.launch import torch_op
 from fi_core.runtime.launch.kernel import Kernel, Launch, begin, bind, host_module, launches, rehearse, rehearsed_module
+from fi_core.runtime.launch.reach import begin_reached
 from fi_core.runtime.resolve.checks import checks_signs
 from fi_core.runtime.signature import define
 from fi_core.runtime.spec.arguments import REQUIRED, Argument
@@ -189,6 +190,8 @@ class Operator:
         """Teaches the module the kernel of a request, unless it knows that; the words that teach it."""
         request, words = self._request(found, device)
         choice = choose(request)
+        if found not in self._learned:
+            begin_reached(request, {name: known.op for name, known in _operators.items()})
         lesson = [self._number(choice), self._kernel(choice, device).number, *words]
         with self._lock:  # a thread that finds it learned calls at once
             if found not in self._learned:

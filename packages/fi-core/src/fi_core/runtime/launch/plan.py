@@ -10,15 +10,17 @@ C++, which compares the tensors with the forms, allocates what lies between the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from fi_core.runtime.launch import torch_op
 from fi_core.runtime.launch.kernel import begin_module
 from fi_core.runtime.launch.operator import Operator, is_rehearsing, operator_of
+from fi_core.runtime.launch.reach import TOKEN_COUNTS, on_host
 from fi_core.runtime.resolve.checks import checks_signs
 from fi_core.runtime.signature import define
 from fi_core.runtime.spec.dtype import DTYPES, short_name
@@ -154,11 +156,16 @@ class Step(NamedTuple):
 class PlanBuilder:
     """Lists launches. `forms` are those of the tensors of a call."""
 
-    def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor | None]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        tensors: Sequence[torch.Tensor | None],
+        shapes: Sequence[Sequence[int] | None] | None = None,
+    ) -> None:
         self.device, self.steps, self.scratch_bytes = device, list[Step](), 0
         self.forms = [
-            x if x is None else _form(n, x.data_ptr() % ALIGNMENT, x.shape, x.stride(), x.dtype)
-            for n, x in enumerate(tensors, 1)
+            x if x is None else _form(n, x.data_ptr() % ALIGNMENT, shape or x.shape, x.stride(), x.dtype)
+            for n, (x, shape) in enumerate(zip(tensors, shapes or [None] * len(tensors)), 1)
         ]
         self.results: list[torch.Tensor] = []
         self.constants: list[torch.Tensor] = []
@@ -230,6 +237,22 @@ class PlanBuilder:
             operator.prepare(request, self.device)
         for operator, request in requests:
             operator.learn(request, self.device)
+
+    def begin(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Begins to compile the kernels of the steps. tensors: of the call; None for those of another shape."""
+        bases = [None, *tensors]
+
+        def is_given(x: Form) -> bool:
+            return x.base >= _CONSTANTS or (x.base < len(bases) and bases[x.base] is not None)
+
+        for operator, values in self.steps:
+            made = (
+                x if not isinstance(x, Form)
+                else self._tensor(x, bases) if is_given(x)
+                else on_host(x.dtype, x.shape, x.strides, x.offset % ALIGNMENT)
+                for x in values
+            )  # fmt: skip
+            operator.prepare(operator.request(self.device, *made), self.device)
 
     def _tensor(self, form: Form, bases: Sequence[torch.Tensor | None]) -> torch.Tensor:
         import torch
@@ -306,7 +329,7 @@ class LaunchPlan:
 
 
 def plans_launches(
-    out: str, by: str | None = None, workspace: str = "None"
+    out: str, by: str | None = None, workspace: str = "None", tokens: Mapping[str, int] | None = None
 ) -> Callable[[Callable[Concatenate[Launches, P], R]], Callable[P, R]]:
     """Decorates a function whose first argument takes its launches; callers leave that out.
 
@@ -318,6 +341,8 @@ def plans_launches(
         out: the argument that receives the result.
         by: the tensor by whose shape and device plans are told apart first; None: the first one that is required.
         workspace: the argument that is memory for scratch.
+        tokens: the axis of tokens of each argument that has one. On CUDA the first call of a layer begins to compile
+            the kernels of other numbers of tokens.
 
     One of the host modules of a plan's steps must export `steps` (FI_STEPS).
     """
@@ -325,7 +350,7 @@ def plans_launches(
     def decorate(function: Callable[Concatenate[Launches, P], R]) -> Callable[P, R]:
         signature = inspect.signature(function)
         parameters = list(signature.parameters.values())[1:]
-        own = _Plans(function, parameters, out, workspace)
+        own = _Plans(function, parameters, out, workspace, tokens or {})
         tensors = own.tensors
         numbers = [p.name for p in parameters if p not in tensors and p.name != workspace]
         first = by or next(p.name for p in tensors if str(p.annotation) == "torch.Tensor")
@@ -358,7 +383,7 @@ def plans_launches(
         traced: Any = define(f"traced_{function.__name__}", taken, [at_once.replace("),", ", True),", 1)], scope)
         for one in (made, traced):
             one.__defaults__, one.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-        made._torchdynamo_inline = traced
+        made._torchdynamo_inline, made.begin_other_counts = traced, own.begin_other_counts
         functools.update_wrapper(made, function)
         made.__signature__ = signature.replace(parameters=parameters)
         return made  # type: ignore[no-any-return]
@@ -370,9 +395,15 @@ class _Plans:
     """The plans of a function, by what is no tensor in its calls."""
 
     def __init__(
-        self, function: Callable[..., Any], parameters: Sequence[inspect.Parameter], out: str, workspace: str
+        self,
+        function: Callable[..., Any],
+        parameters: Sequence[inspect.Parameter],
+        out: str,
+        workspace: str,
+        tokens: Mapping[str, int],
     ) -> None:
         self.function, self.parameters, self.out, self.workspace = function, parameters, out, workspace
+        self.tokens, self.layers = tokens, set[Any]()  # whose kernels have begun to compile
         self.tensors = [p for p in parameters if "torch.Tensor" in str(p.annotation) and p.name != workspace]
         self.known: dict[Any, tuple[LaunchPlan, ...] | None] = {}  # None: calls are not planned
         self.scope: dict[str, Any] = {
@@ -392,14 +423,12 @@ class _Plans:
         if any(x is not None and torch_op.unreadable(x) for x in tensors):
             return None
         builder = PlanBuilder(device, tensors)
-        forms = iter(builder.forms)
-        for p in self.tensors:
-            found = [next(forms) for _ in _listed(p, named[p.name])]
-            named[p.name] = found if isinstance(named[p.name], (tuple, list)) else found[0] if found else None
-        returned = self.function(builder, **named)
+        given_out, returned = self._list(builder, named)
         for op in {step.operator.op: None for step in builder.steps}:
             begin_module(op, device.type)
-        numbers = builder.finished(named[self.out], returned)
+        if device.type == "cuda":
+            self.begin_other_counts(device, named)
+        numbers = builder.finished(given_out, returned)
         if len(self.known) >= _MOST_KEYS:
             self.known.clear()
         if numbers is None or not builder.steps:
@@ -408,7 +437,41 @@ class _Plans:
             return None
         plan = LaunchPlan(builder, *numbers)
         self.known[key] = (plan, *(self.known.get(key) or ()))[:_MOST_PLANS]
-        return plan.run(dict(zip(named, values)).get(self.workspace), tensors)
+        return plan.run(named.get(self.workspace), tensors)
+
+    def _list(self, builder: PlanBuilder, named: dict[str, Any]) -> tuple[Any, Any]:
+        """(the form of the argument `out`, what the function returns) where it lists its launches."""
+        forms, given = iter(builder.forms), dict(named)
+        for p in self.tensors:
+            found = [next(forms) for _ in _listed(p, named[p.name])]
+            given[p.name] = found if isinstance(named[p.name], (tuple, list)) else found[0] if found else None
+        return given[self.out], self.function(builder, **given)
+
+    def begin_other_counts(self, device: torch.device, named: dict[str, Any]) -> None:
+        """Begins to compile the kernels that a layer reaches with other numbers of tokens, once for a layer.
+
+        named: the arguments of a call.
+        """
+        listed = [(x, self.tokens.get(p.name)) for p in self.tensors for x in _listed(p, named[p.name])]
+
+        def shapes(count: int) -> list[tuple[int, ...] | None]:
+            return [
+                x if x is None else tuple(count if dim == axis else n for dim, n in enumerate(x.shape))
+                for x, axis in listed
+            ]
+
+        numbers = (v for p, v in named.items() if p != self.workspace and p not in {t.name for t in self.tensors})
+        layer = str(device), tuple(shapes(0)), tuple(x if x is None else x.dtype for x, _ in listed), tuple(numbers)
+        if not self.tokens or layer in self.layers:
+            return
+        self.layers.add(layer)
+        for count in TOKEN_COUNTS:
+            builder = PlanBuilder(device, [x for x, _ in listed], shapes(count))
+            with contextlib.suppress(
+                ValueError, NotImplementedError, MemoryError, RuntimeError
+            ):  # no call waits for it
+                self._list(builder, named)
+                builder.begin([x if axis is None else None for x, axis in listed])
 
     def _recover(self, values: tuple[Any, ...], error: Exception) -> None:
         """Raises the error of a call, unless a tensor is one that only the ops themselves can take or refuse."""

@@ -24,6 +24,8 @@ from fi_core.runtime.resolve.provider import LACKS, Provider, note, providers
 from fi_core.runtime.spec.artifact import Artifact
 
 _WAIT_SECONDS = 1.0  # R1: a compile that takes longer announces itself
+compiled: list[str] = []  # the names of the files that this process has compiled for its calls, in order
+_serving = threading.Event()
 
 
 class Found(NamedTuple):
@@ -143,6 +145,10 @@ def _compiled(artifact: Artifact) -> Found:
         directory, now = store.get_or_build(key, lambda d: compiler.compile_artifact(artifact, d))
         found = _stored(directory, artifact, "jit" if now else "store")
         if found:
+            if now:
+                compiled.append(artifact.name)
+            if now and _serving.is_set():
+                diagnose.logger().warning("%s was compiled while serving", artifact.name)
             return found
 
 
@@ -162,6 +168,16 @@ def built(artifact: Artifact) -> Found:
         found = pool().result(artifact, functools.partial(_compiled, artifact))
         assert isinstance(found, Found)
         return found
+
+
+def warn_of_compiles(on: bool) -> None:
+    """Whether a warning is logged for each file that is compiled from now on."""
+    (_serving.set if on else _serving.clear)()
+
+
+def wait_for_begun() -> None:
+    """Waits for the compilers that `start` has begun; their errors surface where their files are needed."""
+    pool().drain()
 
 
 def missing(artifacts: Iterable[Artifact]) -> Iterator[Artifact]:

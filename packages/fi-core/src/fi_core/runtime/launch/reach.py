@@ -1,0 +1,53 @@
+"""The kernels that a layer reaches beside that of one request: for other sizes, and of the ops that share its calls."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from fi_core.runtime.dispatch import Request, choose
+from fi_core.runtime.errors import UnsupportedError
+from fi_core.runtime.launch.kernel import begin
+from fi_core.runtime.spec.op import Op, Spec
+
+if TYPE_CHECKING:
+    import torch
+
+# By powers of two every way to compute a layer is met: each serves a range of tokens whose ends differ by a factor of
+# two or more.
+TOKEN_COUNTS = tuple(1 << n for n in range(14))
+
+
+def reached(request: Request, known: Mapping[str, Op]) -> Iterator[Spec]:
+    """The specs of the op and of the ops beside it, for all values of the fields that differ between calls of a layer.
+
+    known: the ops of imported families, by name; an op beside it that is not imported is left out.
+    """
+    given = dict(zip(request.op.fields, request.values))
+    for op in (request.op, *(known[name] for name in request.op.beside if name in known)):
+        shared = {name: value for name, value in given.items() if name in op.fields}
+        for values in itertools.product(*op.varies.values()):
+            fields = {**shared, **dict(zip(op.varies, values))}
+            with contextlib.suppress(UnsupportedError, ValueError):  # or the other op has no such backend
+                yield choose(Request.of(op, request.target, fields, request.backend)).spec
+
+
+def begin_reached(request: Request, known: Mapping[str, Op]) -> None:
+    """Begins to compile what `reached` gives on a GPU; a CPU has one module for an op."""
+    if request.target.kind == "cuda" and (request.op.varies or request.op.beside):
+        for spec in reached(request, known):
+            begin(spec)
+
+
+def on_host(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], begin: int) -> torch.Tensor:
+    """A tensor of a form for a request, which reads no element: host memory that is never touched takes no place.
+
+    begin: bytes from an aligned address to the first element.
+    """
+    import torch
+
+    first = begin // dtype.itemsize
+    last = first + sum(step * max(0, n - 1) for step, n in zip(strides, shape))
+    return torch.empty(last + 1, dtype=dtype, device="cpu").as_strided(shape, strides, first)

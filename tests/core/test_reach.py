@@ -1,0 +1,133 @@
+"""What the first call of a layer begins to compile holds every kernel that later calls of the layer need."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fi_core import fused_moe
+from fi_core.autotuner import autotune
+from fi_core.registry import load, operator
+from fi_core.runtime import resolve
+from fi_core.runtime.dispatch import Request, choose
+from fi_core.runtime.launch import operator as operators
+from fi_core.runtime.launch import reach
+from fi_core.runtime.launch.operator import Rehearsal
+from fi_core.runtime.launch.plan import AtOnce
+from fi_core.runtime.spec.op import Spec
+from fi_core.runtime.spec.target import Target
+
+HOPPER = Target("cuda", "90a")
+MACHINE = (HOPPER, 132, 227 * 1024)
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[Spec]:
+    """The specs whose compilers would have been started."""
+    found: list[Spec] = []
+    monkeypatch.setattr(reach, "begin", found.append)
+    monkeypatch.setattr(operators, "begin", found.append)
+    return found
+
+
+@pytest.mark.parametrize("given", [{"a": "bf16", "b": "bf16"}, {"a": "e4m3", "b": "e4m3", "scales": "blocks"}])
+@pytest.mark.parametrize("n", ["few", "many"])
+def test_products_of_any_number_of_tokens(begun: list[Spec], given: dict[str, str], n: str) -> None:
+    op = operator("gemm").op
+    reach.begin_reached(Request.of(op, HOPPER, {**given, "m": 3, "n": n}), {})
+    assert {choose(Request.of(op, HOPPER, {**given, "m": m, "n": n})).spec for m in range(1, 300)} <= {*begun}
+
+
+def test_a_decode_begins_the_prefill_of_its_layer(begun: list[Spec]) -> None:
+    """And the reverse, with the kernels that plan: an engine that captured graphs of decode waits for no compiler."""
+    known = {name: found.op for name, found in load().items()}
+    given = {"head_dim_qk": 256, "head_dim_vo": 256, "group_size": 8}
+    decode, prefill = (Request.of(known[name], HOPPER, given) for name in ("batch_decode", "batch_prefill"))
+    for one, other, plan in ((decode, prefill, "prefill_plan"), (prefill, decode, "decode_plan")):
+        begun.clear()
+        reach.begin_reached(one, known)
+        assert {choose(other).spec, choose(Request.of(known[plan], HOPPER)).spec} <= {*begun}
+
+
+def layer(tokens: int, form: str) -> tuple[Any, dict[str, Any]]:
+    """A public function of a layer and the arguments of a call, whose contents nothing reads."""
+    experts, top_k, hidden, inter = 32, 4, 256, 128
+    up, down = (experts, 2 * inter, hidden), (experts, hidden, inter)
+    if form.startswith("cutlass"):
+        given: dict[str, Any] = {
+            "input": torch.empty(tokens, hidden, dtype=BF16),
+            "token_selected_experts": torch.empty(tokens, top_k, dtype=torch.int32),
+            "token_final_scales": torch.empty(tokens, top_k), "output_dtype": BF16,
+        }  # fmt: skip
+        if form == "cutlass bf16":
+            weights = [torch.empty(shape, dtype=BF16) for shape in (up, down)]
+        else:
+            weights = [torch.empty(shape, dtype=FP8) for shape in (up, down)]
+            scales = [torch.empty(e, n // 128, k // 128) for e, n, k in (up, down)]
+            given |= {"quant_scales": scales, "use_deepseek_fp8_block_scale": True}
+        return fused_moe.cutlass_fused_moe, given | dict(zip(("fc1_expert_weights", "fc2_expert_weights"), weights))
+    return fused_moe.trtllm_fp8_block_scale_moe, {
+        "routing_logits": torch.empty(tokens, experts), "routing_bias": None,
+        "hidden_states": torch.empty(tokens, hidden, dtype=FP8),
+        "hidden_states_scale": torch.empty(hidden // 128, tokens),
+        "gemm1_weights": torch.empty(up, dtype=FP8), "gemm1_weights_scale": torch.empty(experts, 2, 2),
+        "gemm2_weights": torch.empty(down, dtype=FP8), "gemm2_weights_scale": torch.empty(experts, 2, 1),
+        "num_experts": experts, "top_k": top_k, "n_group": None, "topk_group": None, "intermediate_size": inter,
+        "local_expert_offset": 0, "local_num_experts": experts, "routed_scaling_factor": None,
+        "routing_method_type": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["cutlass bf16", "cutlass fp8", "trtllm fp8"])
+def test_a_layer_of_experts_with_any_number_of_tokens(begun: list[Spec], form: str) -> None:
+    """One call of 64 tokens begins the kernels of all ways to compute the layer on Hopper."""
+    function, given = layer(64, form)
+    call = inspect.signature(function).bind(**given)
+    call.apply_defaults()
+    with Rehearsal(*MACHINE):
+        function.__wrapped__.begin_other_counts(torch.device("cpu"), call.arguments)
+        first = len(begun)
+        function.__wrapped__.begin_other_counts(torch.device("cpu"), call.arguments)
+    assert first and len(begun) == first  # once for a layer
+    for tokens in (1, 2, 3, 5, 8, 13, 31, 64, 100, 200, 300, 390, 1000, 3000, 8192):
+        with Rehearsal(*MACHINE) as rehearsal:
+            one, given = layer(tokens, form)
+            one.__wrapped__.__wrapped__(AtOnce(torch.device("cpu")), **given)
+        needed = {choice.spec for choice, _ in rehearsal.calls if not choice.spec.op.is_composite}
+        products = {spec for spec in needed if spec.op.name == "gemm"}  # for which the op itself begins all sizes
+        assert needed - products <= {*begun}, tokens
+        assert not products or any(spec.op.name == "gemm" for spec in begun)
+
+
+@pytest.fixture
+def slow() -> Iterator[threading.Event]:
+    """A compiler at work, until the event is set."""
+    done = threading.Event()
+    resolve.pool().start("slow", done.wait)
+    yield done
+    done.set()
+
+
+def test_autotune_ends_when_compilers_have_ended(slow: threading.Event) -> None:
+    ended = threading.Event()
+
+    def tune(mode: bool) -> None:
+        with autotune(mode):
+            pass
+        ended.set()
+
+    tune(False)
+    assert ended.is_set()
+    ended.clear()
+    thread = threading.Thread(target=tune, args=(True,))
+    thread.start()
+    assert not ended.wait(0.05)
+    slow.set()
+    thread.join(10)
+    assert ended.is_set()

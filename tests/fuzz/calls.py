@@ -14,6 +14,7 @@ import torch
 import fi_core
 from families import test_cudnn as cudnn
 from families import test_decode_block_tables as tables
+from families import test_decode_tables_plan as tables_plan
 from families import test_variants as variants
 from families import wrapper_session
 from families.harness import rand
@@ -233,6 +234,7 @@ def _intercepted(hook: Hook) -> Iterator[None]:
         if "__init__" in vars(cls):
             patch(cls, "__init__")
     patch(wrapper_session, "fast_decode_plan")
+    patch(fi_core.decode, "trtllm_batch_decode_with_kv_cache")
     try:
         yield
     finally:
@@ -247,6 +249,17 @@ def _session(name: str, session: Callable[[], Iterator[Callable[[], Any]]]) -> S
                 run()
 
     return Scenario(f"session of {name}", start, several=True)
+
+
+def _planned_tables() -> Iterator[Callable[[], Any]]:
+    """Two layers of a step over block tables, which share its plan."""
+    given = _over_tables({"q_len": 3}, return_lse=True)
+    step = fi_core.decode.BlockTablesPlan(given["workspace_buffer"])
+    step.plan(**tables_plan.plan_arguments(paged([37, 3, 16], q_len=3), given))
+    for scale in (0.5, 1.0):
+        yield lambda scale=scale: fi_core.decode.trtllm_batch_decode_with_kv_cache(
+            **given | {"bmm1_scale": scale}, plan=step
+        )
 
 
 def _again() -> Iterator[Callable[[], Any]]:
@@ -265,7 +278,7 @@ def _again() -> Iterator[Callable[[], Any]]:
 def scenarios() -> list[Scenario]:
     """All of them; each marked function and method is called by one."""
     w = wrapper_session
-    sessions = {**w.SESSIONS, **w.COMPOSED, **w.COMPILED, "other names": _again}
+    sessions = {**w.SESSIONS, **w.COMPOSED, **w.COMPILED, "tables": _planned_tables, "other names": _again}
     return [
         *map(_described, DESCRIBED),
         *_examples(),

@@ -36,7 +36,7 @@ class FailsPlans:
     def __call__(self, function: Any, arguments: Arguments, template: Any = None, planned: Any = None) -> Any:
         if function.__name__ in _PLANS:  # a fast plan needs a plan before
             self.plan = None if function.__name__ == "fast_decode_plan" else (function, arguments)
-        elif self.plan and "run" in function.__name__:
+        elif self.plan and ("run" in function.__name__ or "plan" in arguments):
             self._attack(function, arguments, *self.plan)
         return invoke(function, arguments)
 

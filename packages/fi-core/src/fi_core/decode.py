@@ -11,6 +11,7 @@ from fi_core.attention.forms.tables_mla import (
     trtllm_batch_decode_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache_mla,
 )
+from fi_core.attention.forms.tables_plan import BlockTablesPlan
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.wrappers.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
@@ -26,6 +27,7 @@ from fi_core.page import get_seq_lens
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BlockTablesPlan",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "_grouped_size_compiled_for_decode_kernels",
     "cudnn_batch_decode_with_kv_cache",

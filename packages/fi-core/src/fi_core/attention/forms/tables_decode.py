@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.attention import contract
 from fi_core.attention.contract import LAYOUTS, code, row_elements, scale_product, scales_of, unsupported, viewed
 from fi_core.attention.forms.decode_masks import mask_of_rank, pages_of_heads
 from fi_core.attention.forms.decode_trace import tables_trace
+from fi_core.attention.forms.tables_plan import BlockTablesPlan, buffers_in, step_of
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import Facts
-from fi_core.attention.schedule import carve
 from fi_core.observe.log import fi_api
-from fi_core.runtime.dispatch import Choice
-from fi_core.runtime.launch.operator import planned
 from fi_core.utils import ceil_div, check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
@@ -28,7 +25,6 @@ _BACKENDS = dict.fromkeys(("auto", "trtllm-gen", "xqa"), 0)
 _LN2 = math.log(2)
 # Requests that differ in query tokens: decode is the faster way up to these (docs/notes/decode-draft-tokens.md).
 _ONE_WAVE, _MOST_MASKED = 128, 256  # row tiles of all requests; rows of a kv head
-_MAX_CARVED = 64  # buffers that are kept per workspace; an engine may call with many batch sizes
 
 
 class _Call(NamedTuple):
@@ -51,6 +47,7 @@ class _Call(NamedTuple):
     disable_split_kv: bool = False
     scales: tuple[Any, Any] = (None, None)  # of NVFP4 keys and values
     shared_table: bool = True  # as `shared` of page_tables
+    plan: BlockTablesPlan | None = None
 
 
 def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None:
@@ -81,28 +78,26 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
             )
         mask = mask.view(torch.uint8)
         mask = mask if mask.ndim == 2 else mask.view(q.shape[0], -1)
-    choice = planned(
-        ops.BATCH_DECODE, q.device, "auto",
-        *Facts(
-            q.dtype, contract.kv_type(k.dtype), c.out.dtype, q.shape[2], row_elements(v), q.shape[1] // kv_heads,
-            page_size, split_tables=v_table_offset != 0,
-        ), 1, ahead=False,
+    facts = Facts(
+        q.dtype, contract.kv_type(k.dtype), c.out.dtype, q.shape[2], row_elements(v), q.shape[1] // kv_heads, page_size,
+        split_tables=v_table_offset != 0,
     )  # fmt: skip
-    split_kv, heads = ops.NO_SPLIT if c.disable_split_kv else ops.BALANCED, (q.shape[1], kv_heads)
-    of_tile = 1 if qo_indptr is not None else ops.heads_per_tile(choice, batch_size, *heads, q_len, split_kv)
-    q_tiles = ops.num_q_tiles(*heads, q_len, of_tile)
-    buffers = _buffers(c.workspace, batch_size, q_tiles, row_elements(v), split_kv, choice)
-    ops.plan(
-        buffers, None, None, seq_lens, page_size, q_tiles, pages_per_request=pitch, q_len=q_len,
-        window_left=c.window_left,
-    )  # fmt: skip
+    heads = q.shape[1], kv_heads
+    step = step_of(
+        facts, pages, pitch, seq_lens, heads, q_len, c.window_left, c.disable_split_kv, qo_indptr is not None
+    )
+    if c.plan is None:
+        buffers = buffers_in(c.workspace, step)
+        step.write(buffers, seq_lens)
+    else:
+        buffers = c.plan.buffers(step)
     ops.batch_decode(
         c.out, c.lse, buffers.partials, buffers.schedule, q, k, v, pages, layout, buffers.num_ctas,
         buffers.num_ranges, split_kv=buffers.split_kv, q_len=q_len, window_left=c.window_left,
         sm_scale=c.sm_scale[0], out_scale=c.out_scale[0], bmm1_scale=c.sm_scale[1],
         bmm2_scale=c.out_scale[1], sinks=c.sinks, mask=mask,
         qo_indptr=qo_indptr, k_scales=c.scales[0], v_scales=c.scales[1], enable_pdl=c.enable_pdl,
-        v_table_offset=v_table_offset, heads_per_tile=of_tile,
+        v_table_offset=v_table_offset, heads_per_tile=step.heads_per_tile,
     )  # fmt: skip
 
 
@@ -171,37 +166,9 @@ def _attend_heads(c: _Call, q_len: int) -> None:
             given.view(rows.shape).copy_(rows)
 
 
-# Views of each live workspace, by its id. They are kept because making them takes as long as a launch.
-_carved: dict[int, tuple[weakref.ref[torch.Tensor], dict[Any, ops.Buffers]]] = {}
-
-
-def _buffers(
-    workspace: torch.Tensor, batch_size: int, q_tiles: int, head_dim: int, split_kv: int, choice: Choice
-) -> ops.Buffers:
-    import torch
-
-    if torch.compiler.is_compiling():  # which knows no addresses
-        fallback = ops.buffer_sizes(workspace.device, batch_size, q_tiles, split_kv)
-        return carve(workspace, workspace[:0], head_dim, fallback, fallback)
-    key, shape = id(workspace), (batch_size, q_tiles, head_dim, split_kv, choice.spec)
-    entry = _carved.get(key)
-    if entry is None or entry[0]() is not workspace:
-        contract.check_workspace(workspace, "workspace_buffer")
-        entry = _carved[key] = weakref.ref(workspace, lambda _: _carved.pop(key, None)), {}
-    buffers = entry[1].get(shape)
-    if buffers is None:
-        if len(entry[1]) == _MAX_CARVED:
-            entry[1].clear()
-        sizes = ops.buffer_sizes(workspace.device, batch_size, q_tiles, split_kv, choice=choice)
-        fallback = ops.buffer_sizes(workspace.device, batch_size, q_tiles, split_kv)
-        try:
-            buffers = entry[1][shape] = carve(workspace, workspace[:0], head_dim, sizes, fallback)
-        except ValueError as error:
-            raise ValueError(f"workspace_buffer: too small for {batch_size} requests ({error})") from None
-    return buffers
-
-
 def _run(c: _Call, q_len: int, by_head: bool, qo_indptr: torch.Tensor | None, max_q_len: int | None) -> None:
+    if c.plan is not None and (by_head or qo_indptr is not None or not c.shared_table):
+        raise unsupported("plan", c.plan, "leave it out with cum_seq_lens_q, sparse blocks or separate tables")
     if by_head:
         _attend_heads(c, q_len)
     elif qo_indptr is not None:
@@ -278,6 +245,7 @@ def trtllm_batch_decode_with_kv_cache(
     request_order_plan: Any = None,
     *,
     disable_split_kv: bool = False,
+    plan: BlockTablesPlan | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Decode attention over a block table, without a plan: `softmax(q k^T * bmm1_scale) v * bmm2_scale` (TensorRT-LLM).
 
@@ -331,6 +299,8 @@ def trtllm_batch_decode_with_kv_cache(
             with cp_world > 1.
         disable_split_kv: no request is split, so its result has the same bits alone and in any batch of the same
             q_len_per_req or max_q_len (not an argument of FlashInfer).
+        plan: of these block_tables and seq_lens, made once a step for all layers; None: each call plans, by a launch of
+            its own (not an argument of FlashInfer).
 
     Returns:
         out, or (out, lse).
@@ -339,14 +309,15 @@ def trtllm_batch_decode_with_kv_cache(
         KeyError: backend or kv_layout.
         ValueError: shape, dtype or device.
         NotImplementedError: NVFP4 output; sparse blocks or context parallelism with cum_seq_lens_q or mask; sparse
-            blocks with separate tables of K and V or with kv_cache_sf.
+            blocks with separate tables of K and V or with kv_cache_sf; plan with cum_seq_lens_q, sparse blocks or
+            separate tables.
     """
     code(_BACKENDS, backend, "backend")
     contract.refuse_nvfp4(out, out_dtype, o_sf_scale, o_sf_vec_size)
     sharded = cp_world != 1 or causal_seqlens_kv_global is not None
-    others = (cum_seq_lens_q is not None, mask is not None, cp_world > 1 and window_left >= 0)
-    if enable_block_sparse_attention or (sharded and any(others)):
-        _check_options(enable_block_sparse_attention, cp_world, any(others), uses_shared_paged_kv_idx, kv_cache_sf)
+    others = cum_seq_lens_q is not None or mask is not None or (cp_world > 1 and window_left >= 0)
+    if enable_block_sparse_attention or (sharded and others):
+        _check_options(enable_block_sparse_attention, cp_world, others, uses_shared_paged_kv_idx, kv_cache_sf)
     q_len, cache = 1 if q_len_per_req is None else q_len_per_req, contract.cache_pair(kv_cache, kv_layout)
     contract.check_nvfp4(kv_cache_sf, cache[0], "kv_cache")
     result, lse = _results(query, cache[1], out, lse, return_lse, out_dtype)
@@ -355,9 +326,8 @@ def trtllm_batch_decode_with_kv_cache(
     call = _Call(
         result, lse, query, cache, kv_layout, workspace_buffer, block_tables, seq_lens,
         scale_product(1.0, bmm1_scale) if bmm1_scale_log2 is None else (_LN2, bmm1_scale_log2),
-        scale_product(1.0, bmm2_scale), window_left, sinks=sinks, mask=mask, enable_pdl=enable_pdl,
-        disable_split_kv=disable_split_kv, scales=scales_of(kv_cache_sf, kv_layout),
-        shared_table=bool(uses_shared_paged_kv_idx),
+        scale_product(1.0, bmm2_scale), window_left, sinks=sinks, mask=mask, shared_table=uses_shared_paged_kv_idx,
+        scales=scales_of(kv_cache_sf, kv_layout), enable_pdl=enable_pdl, disable_split_kv=disable_split_kv, plan=plan,
     )  # fmt: skip
     _run(call, q_len, enable_block_sparse_attention, cum_seq_lens_q, max_q_len)
     return (result, lse) if return_lse and lse is not None else result

@@ -1,0 +1,196 @@
+"""Schedules of decode over block tables: planned in a call, or once for all layers of a step."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fi_core.attention.contract import check_workspace, kv_type, page_tables, viewed
+from fi_core.attention.ops import decode as ops
+from fi_core.attention.ops.request import Facts
+from fi_core.attention.schedule import carve
+from fi_core.observe.log import fi_api
+from fi_core.runtime.dispatch import Choice
+from fi_core.runtime.launch.operator import planned
+
+if TYPE_CHECKING:
+    import torch
+
+_MAX_CARVED = 64  # buffers that are kept per workspace; an engine may call with many batch sizes
+
+
+class Step(NamedTuple):
+    """What a schedule is made for; two calls of one step share a schedule if all of it is the same."""
+
+    choice: Choice
+    batch_size: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_vo: int
+    page_size: int
+    pages_per_request: int
+    q_len: int
+    window_left: int
+    split_kv: int
+    heads_per_tile: int
+    block_tables: int  # address
+    seq_lens: int  # address
+
+    @property
+    def q_tiles(self) -> int:
+        return ops.num_q_tiles(self.num_qo_heads, self.num_kv_heads, self.q_len, self.heads_per_tile)
+
+    def write(self, buffers: ops.Buffers, seq_lens: torch.Tensor) -> None:
+        """Launches the kernel that writes the schedule."""
+        ops.plan(
+            buffers, None, None, seq_lens, self.page_size, self.q_tiles, pages_per_request=self.pages_per_request,
+            q_len=self.q_len, window_left=self.window_left,
+        )  # fmt: skip
+
+
+def step_of(
+    facts: Facts,
+    pages: torch.Tensor,
+    pitch: int,
+    seq_lens: torch.Tensor,
+    heads: tuple[int, int],
+    q_len: int,
+    window_left: int,
+    disable_split_kv: bool,
+    is_ragged: bool = False,
+) -> Step:
+    """The step of a call. heads: of queries and of keys. is_ragged: whether requests differ in query tokens."""
+    import torch
+
+    choice = planned(ops.BATCH_DECODE, pages.device, "auto", *facts, 1, ahead=False)
+    batch_size, split_kv = len(seq_lens), ops.NO_SPLIT if disable_split_kv else ops.BALANCED
+    of_tile = 1 if is_ragged else ops.heads_per_tile(choice, batch_size, *heads, q_len, split_kv)
+    traced = torch.compiler.is_compiling()  # which knows no addresses
+    places = (0, 0) if traced else (pages.data_ptr(), seq_lens.data_ptr())
+    return Step(
+        choice, batch_size, *heads, facts.head_dim_vo, facts.page_size, pitch, q_len, window_left, split_kv, of_tile,
+        *places,
+    )  # fmt: skip
+
+
+# Views of each live workspace, by its id. They are kept because making them takes as long as a launch.
+_carved: dict[int, tuple[weakref.ref[torch.Tensor], dict[Any, ops.Buffers]]] = {}
+
+
+def buffers_in(workspace: torch.Tensor, step: Step) -> ops.Buffers:
+    """The buffers of a step in a workspace. Raises ValueError."""
+    import torch
+
+    batch_size, q_tiles, head_dim, split_kv = step.batch_size, step.q_tiles, step.head_dim_vo, step.split_kv
+    if torch.compiler.is_compiling():  # which knows no addresses
+        fallback = ops.buffer_sizes(workspace.device, batch_size, q_tiles, split_kv)
+        return carve(workspace, workspace[:0], head_dim, fallback, fallback)
+    key, shape = id(workspace), (batch_size, q_tiles, head_dim, split_kv, step.choice.spec)
+    entry = _carved.get(key)
+    if entry is None or entry[0]() is not workspace:
+        check_workspace(workspace, "workspace_buffer")
+        entry = _carved[key] = weakref.ref(workspace, lambda _: _carved.pop(key, None)), {}
+    buffers = entry[1].get(shape)
+    if buffers is None:
+        if len(entry[1]) == _MAX_CARVED:
+            entry[1].clear()
+        sizes = ops.buffer_sizes(workspace.device, batch_size, q_tiles, split_kv, choice=step.choice)
+        fallback = ops.buffer_sizes(workspace.device, batch_size, q_tiles, split_kv)
+        try:
+            buffers = entry[1][shape] = carve(workspace, workspace[:0], head_dim, sizes, fallback)
+        except ValueError as error:
+            raise ValueError(f"workspace_buffer: too small for {batch_size} requests ({error})") from None
+    return buffers
+
+
+@fi_api
+class BlockTablesPlan:
+    """The schedule of `trtllm_batch_decode_with_kv_cache` for all layers of a step (not in FlashInfer).
+
+        step = BlockTablesPlan(workspace_buffer)
+        step.plan(block_tables, seq_lens, 32, 8, 128, 16, torch.bfloat16)   # one launch, in each step
+        for layer in layers:
+            trtllm_batch_decode_with_kv_cache(..., block_tables, seq_lens, ..., plan=step)   # one launch each
+
+    The schedule is made from the lengths that seq_lens has when `plan` runs on the device. `plan` has to run again in
+    each step, also where tables or lengths change in place; a call with others than those of the plan is refused.
+    Nothing is read on the host, so that both can be captured in a CUDA graph, together or apart: a captured call finds
+    the schedule where the plan before the replay has written it.
+
+    Args:
+        workspace_buffer: as of the function. Several plans may share it, if their calls do not overlap.
+    """
+
+    def __init__(self, workspace_buffer: torch.Tensor) -> None:
+        check_workspace(workspace_buffer, "workspace_buffer")
+        self._workspace, self._buffers = workspace_buffer, dict[Any, ops.Buffers]()
+        self._step: Step | None = None
+        self._began = False  # whether plan was called, which may have failed
+        self._now: ops.Buffers | None = None
+
+    @fi_api
+    def plan(
+        self,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype | None = None,
+        o_data_type: torch.dtype | None = None,
+        q_len_per_req: int = 1,
+        window_left: int = -1,
+        disable_split_kv: bool = False,
+    ) -> None:
+        """Writes the schedule of a step on the device, by one launch. It does not synchronise.
+
+        Args:
+            block_tables, seq_lens: as of the function; calls must be given the same memory.
+            num_qo_heads, num_kv_heads, head_dim, page_size: of the layers.
+            q_data_type, kv_data_type, o_data_type: of queries, cache (None: of queries) and output (None: of queries).
+            q_len_per_req, window_left, disable_split_kv: as of the function.
+
+        Raises:
+            ValueError: a shape, or a workspace that is too small.
+            UnsupportedError: no kernel supports the layers.
+        """
+        self._step, self._began = None, True
+        pages, pitch, _ = page_tables(block_tables, True)
+        lengths = viewed("seq_lens", seq_lens, -1)
+        if len(lengths) != block_tables.shape[0]:
+            raise ValueError(
+                f"seq_lens: a length for each of the {block_tables.shape[0]} rows of block_tables is required; got "
+                f"{len(lengths)}"
+            )
+        if num_kv_heads < 1 or num_qo_heads % num_kv_heads:
+            raise ValueError(f"num_qo_heads: a multiple of {num_kv_heads} kv heads is required; got {num_qo_heads}")
+        facts = Facts(
+            q_data_type, kv_type(kv_data_type or q_data_type), o_data_type or q_data_type, head_dim, head_dim,
+            num_qo_heads // num_kv_heads, page_size, split_tables=False,
+        )  # fmt: skip
+        heads = num_qo_heads, num_kv_heads
+        step = step_of(facts, pages, pitch, lengths, heads, q_len_per_req, window_left, disable_split_kv)
+        key = step._replace(block_tables=0, seq_lens=0, pages_per_request=0)
+        if key not in self._buffers:  # the schedule of a shape keeps its address, for graphs
+            shared = buffers_in(self._workspace, step)
+            self._buffers[key] = shared._replace(schedule=shared.schedule.new_empty(shared.schedule.shape))
+        buffers = self._buffers[key]
+        step.write(buffers, lengths)
+        self._step, self._now = step, buffers
+
+    def buffers(self, step: Step) -> ops.Buffers:
+        """The buffers with the schedule of a step. Raises RuntimeError without a plan, ValueError with another one."""
+        if self._step is None or self._now is None:
+            raise RuntimeError(
+                "plan: " + ("the last plan failed: call plan again" if self._began else "call plan of it first")
+            )
+        if step != self._step:
+            wrong = [
+                f"{name}: {wanted!r} was planned, got {got!r}"
+                for name, wanted, got in zip(Step._fields, self._step, step)
+                if wanted != got
+            ]
+            raise ValueError(f"plan: what it was made for is required; {'; '.join(wrong)}")
+        return self._now

@@ -52,9 +52,12 @@ class Planned:
         self.wrapper = wrapper
         self.again: Callable[[], Any] = wrapper.plan
 
-    def plan(self, *args: Any, **kwargs: Any) -> Any:
-        self.again = functools.partial(self.wrapper.plan, *args, **kwargs)
-        return self.again()
+        @functools.wraps(wrapper.plan)  # cases look at its parameters
+        def plan(*args: Any, **kwargs: Any) -> Any:
+            self.again = functools.partial(wrapper.plan, *args, **kwargs)
+            return self.again()
+
+        self.plan = plan
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.wrapper, name)
@@ -85,7 +88,8 @@ class Turns:
         self.plan: Callable[[], Any] | None = None
         self.call = functools.partial(found.call, function)
         if found.plan is not None:
-            planned = found.plan(lambda *a, **k: Planned(function(*a, **k)), self.inputs, "auto")
+            make = functools.wraps(function)(lambda *a, **k: Planned(function(*a, **k)))
+            planned = found.plan(make, self.inputs, "auto")
             self.plan = planned.again
             self.call = functools.partial(found.call, planned.wrapper)
         torch.manual_seed(args.random_seed)  # for functions that draw without a seed

@@ -43,6 +43,31 @@ def gather_pages(cache, kv_indptr, kv_indices, kv_last_page_len, seq_lens, reque
     return tokens[: length if seq_lens is None else int(seq_lens[request])]
 
 
+def attend_pages(  # type: ignore[no-untyped-def]
+    q, k_cache, v_cache, kv_indptr, kv_indices, kv_last_page_len, sm_scale, qo_indptr=None, seq_lens=None,
+    q_scale=1.0, k_scale=1.0, v_scale=1.0, kv_layout="NHD", causal=False, **options,
+):  # fmt: skip
+    """`attend_request` of each request of a batch over its pages, with these options: output and base-2 lse.
+
+    Without qo_indptr all requests have the same number of rows, and several are causal.
+    """
+    import torch
+
+    if qo_indptr is None:
+        q_len = len(q) // max(len(kv_indptr) - 1, 1)
+        qo_indptr, causal = torch.arange(len(kv_indptr)) * q_len, q_len > 1
+    out = torch.zeros(*q.shape[:2], v_cache.shape[-1], dtype=torch.float64, device=q.device)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64, device=q.device)
+    for request in range(len(qo_indptr) - 1):
+        rows = slice(int(qo_indptr[request]), int(qo_indptr[request + 1]))
+        k, v = (
+            gather_pages(cache, kv_indptr, kv_indices, kv_last_page_len, seq_lens, request, kv_layout)
+            for cache in (k_cache, v_cache)
+        )
+        out[rows], lse[rows] = attend_request(q[rows], k, v, sm_scale * q_scale * k_scale, causal, **options)
+    return out * v_scale, lse
+
+
 def gather_table(cache, block_table, kv_len):  # type: ignore[no-untyped-def]
     """The tokens of one request from a row of a block table, [kv_len, heads, d]; the cache is HND."""
     page_size = cache.shape[2]

@@ -14,6 +14,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.observe.draw import Draw, dtype_of, nbytes
@@ -315,6 +316,35 @@ def with_sizes(
     parameters = inspect.signature(found).parameters.values()
     found.__signature__ = inspect.Signature([p for p in parameters if p.name not in hidden])  # type: ignore[attr-defined]
     return found
+
+
+def sized(
+    fixed: Mapping[str, Any] | None = None, **usual: Any
+) -> Callable[[Callable[[Draw, Any], dict[str, Any]]], Callable[..., dict[str, Any]]]:
+    """A `make` from a function of a draw and its sizes, a namespace: it takes the usual ones by name, as defaults.
+
+    fixed: sizes that a user cannot choose.
+    """
+    sizes = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=usual[name]) for name in usual]
+    signature = inspect.Signature([inspect.Parameter("draw", inspect.Parameter.POSITIONAL_ONLY), *sizes])
+
+    def decorate(function: Callable[[Draw, Any], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        def make(draw: Draw, **given: Any) -> dict[str, Any]:
+            signature.bind(draw, **given)  # refuses other sizes
+            return function(draw, SimpleNamespace(**{**(fixed or {}), **usual, **given}))
+
+        make.__signature__ = signature  # type: ignore[attr-defined]
+        return make
+
+    return decorate
+
+
+def axes_of(inputs: Mapping[str, Tensor | Scalar], **fixed: str) -> dict[str, Var | Const]:
+    """The axes of the inputs. fixed: those that a model fixes, with their `abbrev`, behind all others."""
+    shaped = (entry.dim_names for entry in inputs.values() if isinstance(entry, Tensor))
+    names = dict.fromkeys(itertools.chain.from_iterable(shaped))
+    consts = {name: Const(abbrev=abbrev) for name, abbrev in fixed.items() if name in names}
+    return {**{name: Var() for name in names if name not in fixed}, **consts}
 
 
 _UNSET = (1, -1, "NHD", "NONE", ())  # a scale, a window, a layout, a position encoding, further arguments

@@ -18,10 +18,12 @@ from fi_core.observe.template import (
     TraceTemplate,
     Var,
     Work,
+    axes_of,
     default_check,
     default_tolerances,
     samples,
     sets_any,
+    sized,
 )
 from fi_core.runtime import files
 from fi_core.runtime.env import env
@@ -35,11 +37,13 @@ __all__ = [
     "Work",
     "attach_trace",
     "auto_dump",
+    "axes_of",
     "call_arguments",
     "default_check",
     "default_tolerances",
     "fi_trace",
     "samples",
+    "sized",
     "template_problems",
 ]
 

@@ -118,7 +118,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             CompileError: no compiler for the variant. Other errors are those of that function.
         """
         self._forget_plan()
-        head_dim_vo = head_dim_vo or head_dim_qk
+        head_dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
         check_shape(num_qo_heads, num_kv_heads, page_size, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
         types = data_types(q_data_type, kv_data_type, o_data_type, None)
         arguments = variant(types, (head_dim_qk, head_dim_vo))

@@ -2,329 +2,172 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from fi_core.attention.reference import attend_request, gather_pages
-from fi_core.attention.wrappers.inputs import (
-    attention_work,
-    cache_of,
-    kept,
-    lengths_of,
-    pages_of,
-    plain_calls,
-    query_of,
-    workspace_of,
-)
+from fi_core.attention.reference import attend_pages, attend_request
+from fi_core.attention.wrappers import inputs
+from fi_core.attention.wrappers.inputs import PAGED, attention_work, kept, lengths_of, paged, plain_calls
+from fi_core.attention.wrappers.trace import DECODE, PREFILL, QO_INDPTR, SMALL, TABLE, caches, template
 from fi_core.observe.draw import Draw
-from fi_core.observe.trace import Const, Planned, Scalar, Tensor, TraceTemplate, Var, Work
-from fi_core.utils import canonicalize_torch_dtype
-
-if TYPE_CHECKING:
-    import torch
-
-Lengths = int | Sequence[int]
-_HEADS: dict[str, Var | Const] = {
-    "num_qo_heads": Const(abbrev="h"), "num_kv_heads": Const(abbrev="kv"), "head_dim": Const(abbrev="d"),
-    "page_size": Const(abbrev="ps"),
-}  # fmt: skip
-_SMALL = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": "float16"}
-_TOLERANCE = {"float16": (2e-3, 2e-3)}
-_OPS = ("batch_prefill", "prefill_plan", "batch_decode", "decode_plan")
+from fi_core.observe.trace import Planned, Scalar, Tensor, Work
 
 
-def _mixed_reference(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, kv_len_arr, sm_scale, causal=False, kv_layout="NHD"
-):
-    import torch
-
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64, device=q.device)
-    for request in range(len(kv_len_arr)):
-        rows = slice(int(qo_indptr[request]), int(qo_indptr[request + 1]))
-        k, v = (
-            gather_pages(cache, kv_indptr, kv_indices, kv_len_arr, kv_len_arr, request, kv_layout)
-            for cache in (k_cache, v_cache)
-        )
-        out[rows], lse[rows] = attend_request(q[rows], k, v, sm_scale, causal)
-    return out, lse
+def _mixed_reference(kv_len_arr, **options):  # type: ignore[no-untyped-def]
+    return attend_pages(kv_last_page_len=kv_len_arr, seq_lens=kv_len_arr, **options)
 
 
 def _halves_reference(  # type: ignore[no-untyped-def]
-    q_p, q_d, k_cache, v_cache, kv_indptr_d, kv_indices_d, last_page_len_d, sm_scale, k_p=None, v_p=None,
-    k_cache_p=None, v_cache_p=None, qo_indptr_p=None, kv_indptr_p=None, kv_indices_p=None, last_page_len_p=None,
-    causal_p=False,
-):  # fmt: skip
-    import torch
-
-    out_p = torch.zeros(q_p.shape, dtype=torch.float64, device=q_p.device)
+    q_p, q_d, k_cache, v_cache, sm_scale, causal_p=False, k_p=None, v_p=None, k_cache_p=None, v_cache_p=None, **tables
+):
+    prefill = {name.removesuffix("_p"): x for name, x in tables.items() if name.endswith("_p")}
+    decode = {name.removesuffix("_d"): x for name, x in tables.items() if name.endswith("_d")}
+    for half in (prefill, decode):
+        half["kv_last_page_len"] = half.pop("last_page_len", None)
     if k_p is not None:
         out_p, _ = attend_request(q_p, k_p, v_p, sm_scale, causal_p)
     else:
-        assert qo_indptr_p is not None and last_page_len_p is not None
-        for request in range(len(last_page_len_p)):
-            rows = slice(int(qo_indptr_p[request]), int(qo_indptr_p[request + 1]))
-            k, v = (
-                gather_pages(cache, kv_indptr_p, kv_indices_p, last_page_len_p, None, request, "NHD")
-                for cache in (k_cache_p, v_cache_p)
-            )
-            out_p[rows], _ = attend_request(q_p[rows], k, v, sm_scale, causal_p)
-    out_d = torch.zeros(q_d.shape, dtype=torch.float64, device=q_d.device)
-    for request in range(len(q_d)):
-        k, v = (
-            gather_pages(cache, kv_indptr_d, kv_indices_d, last_page_len_d, None, request, "NHD")
-            for cache in (k_cache, v_cache)
-        )
-        out_d[request : request + 1], _ = attend_request(q_d[request : request + 1], k, v, sm_scale)
-    return out_p, out_d
+        out_p, _ = attend_pages(q_p, k_cache_p, v_cache_p, sm_scale=sm_scale, causal=causal_p, **prefill)
+    return out_p, attend_pages(q_d, k_cache, v_cache, sm_scale=sm_scale, **decode)[0]
 
 
-def _make_mixed(
-    draw: Draw, *, batch_size: int = 60, kv_len: Lengths = 3072, num_prompts: int = 3, qo_len: Lengths = 1024,
-    num_qo_heads: int = 32, num_kv_heads: int = 8, head_dim: int = 128, page_size: int = 16, causal: bool = True,
-    dtype: Any = "bfloat16",
-) -> dict[str, Any]:  # fmt: skip
+@paged(batch_size=60, kv_len=3072, num_prompts=3, qo_len=1024, causal=True, **PAGED)
+def _make_mixed(draw: Draw, s: Any) -> dict[str, Any]:
     """batch_size decode requests of these kv_lens, then prompts of these qo_lens."""
-    prompts = lengths_of(qo_len, num_prompts)
-    kv_lens = [*lengths_of(kv_len, batch_size), *prompts]
+    prompts = lengths_of(s.qo_len, s.num_prompts)
+    kv_lens = [*lengths_of(s.kv_len, s.batch_size), *prompts]
     qo_lens = [1] * (len(kv_lens) - len(prompts)) + prompts
-    table = pages_of(draw, kv_lens, page_size)
-    return {
-        "q": query_of(draw, sum(qo_lens), num_qo_heads, head_dim, dtype),
-        "kv_cache": cache_of(draw, [table], page_size, num_kv_heads, (head_dim, head_dim), dtype, "NHD"),
-        "qo_indptr": draw.offsets(qo_lens), "kv_indptr": table["kv_indptr"], "kv_indices": table["kv_indices"],
-        "kv_len_arr": draw.int32(kv_lens), "sm_scale": head_dim**-0.5, "causal": causal, "kv_layout": "NHD",
-    }  # fmt: skip
-
-
-def _plan_mixed(wrapper: Callable[..., Any], x: Mapping[str, Any]) -> Any:
-    _, page_size, kv_heads, dim = x["kv_cache"][0].shape
-    planned = wrapper(device=x["q"].device)
-    planned.plan(
-        x["qo_indptr"], x["kv_indptr"], x["kv_indices"], x["kv_len_arr"], x["q"].shape[1], kv_heads, dim, dim,
-        page_size, causal=x["causal"], sm_scale=x["sm_scale"], q_data_type=x["q"].dtype,
-        kv_data_type=x["kv_cache"][0].dtype,
-    )  # fmt: skip
-    return planned
+    own = {"kv_len_arr": draw.int32(kv_lens), "causal": s.causal, "kv_layout": "NHD"}
+    return {**inputs.requests_of(draw, s, qo_lens, kv_lens, "kv_cache"), **own}
 
 
 def _work_mixed(x: Mapping[str, Any]) -> Work:
     pairs = zip(x["qo_indptr"].diff().tolist(), x["kv_len_arr"].tolist())
-    return attention_work([(x["q"], x["kv_cache"][0], list(pairs), x["causal"])], with_lse=True)
+    return attention_work(x["q"], [(*x["kv_cache"], pairs, x["causal"])], with_lse=True)
 
 
-def _tables(suffix: str, prefill: bool) -> dict[str, Tensor]:
-    axes = {"kv_indptr": "len_indptr", "kv_indices": "num_kv_indices", "last_page_len": "batch_size"}
-    names = {**({"qo_indptr": "len_indptr"} if prefill else {}), **axes}
-    return {f"{name}{suffix}": Tensor([axis + suffix], dtype="int32") for name, axis in names.items()}
-
-
-def _caches(param: str, suffix: str = "") -> dict[str, Tensor]:
-    shape = [f"num_pages{suffix}", "page_size", "num_kv_heads", "head_dim"]
-    return {f"{name}{suffix}": Tensor(shape, param=param, tuple_idx=i) for i, name in enumerate(("k_cache", "v_cache"))}
-
-
-_SCORES: dict[str, Tensor | Scalar] = {"sm_scale": Scalar(), "causal": Scalar("bool", optional=True)}
-MIXED = TraceTemplate(
+MIXED = template(
     "gqa_paged_mixed",
-    axes={
-        "total_q": Var(), "num_pages": Var(), "num_kv_indices": Var(), "len_indptr": Var(), "batch_size": Var(),
-        **_HEADS,
-    },
-    inputs={
+    {
         "q": Tensor(["total_q", "num_qo_heads", "head_dim"]),
-        **_caches("kv_cache"),
-        "qo_indptr": Tensor(["len_indptr"], dtype="int32"),
-        "kv_indptr": Tensor(["len_indptr"], dtype="int32"),
-        "kv_indices": Tensor(["num_kv_indices"], dtype="int32"),
+        **caches("kv_cache"),
+        **QO_INDPTR,
+        "kv_indptr": TABLE["kv_indptr"],
+        "kv_indices": TABLE["kv_indices"],
         "kv_len_arr": Tensor(["batch_size"], dtype="int32"),
-        **_SCORES,
+        "sm_scale": Scalar(),
+        "causal": Scalar("bool", optional=True),
         "kv_layout": Scalar("string", optional=True),
     },
+    _mixed_reference,
     outputs={
         "output": Tensor(["total_q", "num_qo_heads", "head_dim"], dtype_from="q"),
         "lse": Tensor(["total_q", "num_qo_heads"], dtype="float32"),
     },
     constraints=("len_indptr == batch_size + 1",),
-    reference=(attend_request, gather_pages, _mixed_reference),
-    op=_OPS,
+    op=(*PREFILL, *DECODE),
     make=_make_mixed,
-    plan=_plan_mixed,
+    plan=inputs.plan,
     samples=(
-        {**_SMALL, "kv_len": (37, 1, 16), "qo_len": (20, 3)},
-        {**_SMALL, "kv_len": (9, 40), "qo_len": (70,), "causal": False, "page_size": 5},
+        {**SMALL, "kv_len": (37, 1, 16), "qo_len": (20, 3)},
+        {**SMALL, "kv_len": (9, 40), "qo_len": (70,), "causal": False, "page_size": 5},
     ),
     work=_work_mixed,
-    tolerance=_TOLERANCE,
     description="Attention of decode requests and prompts in one batch over a paged KV cache.",
-)  # fmt: skip
+)
 
 
-def _decode_of(draw: Draw, kv_lens: list[int], page_size: int) -> dict[str, torch.Tensor]:
-    table = pages_of(draw, kv_lens, page_size)
-    return {
-        "kv_indptr_d": table["kv_indptr"],
-        "kv_indices_d": table["kv_indices"],
-        "last_page_len_d": table["kv_last_page_len"],
-    }
+def _half(draw: Draw, s: Any, qo_lens: list[int], kv_lens: list[int], suffix: str) -> dict[str, Any]:
+    made = inputs.requests_of(draw, s, qo_lens, kv_lens)
+    return {"sm_scale": made.pop("sm_scale")} | {n.replace("kv_last", "last") + suffix: x for n, x in made.items()}
 
 
-def _make_pod(
-    draw: Draw, *, batch_size: int = 60, kv_len: Lengths = 3072, qo_len: int = 2048, num_qo_heads: int = 32,
-    num_kv_heads: int = 8, head_dim: int = 128, page_size: int = 16, causal: bool = True, dtype: Any = "bfloat16",
-) -> dict[str, Any]:  # fmt: skip
+@paged(batch_size=60, kv_len=3072, qo_len=2048, causal=True, **PAGED)
+def _make_pod(draw: Draw, s: Any) -> dict[str, Any]:
     """A prompt of qo_len, and batch_size decode requests of these kv_lens."""
-    kv_lens = lengths_of(kv_len, batch_size)
-    tables = _decode_of(draw, kv_lens, page_size)
-    plain = {"kv_indices": tables["kv_indices_d"], "kv_indptr": tables["kv_indptr_d"],
-             "kv_last_page_len": tables["last_page_len_d"]}  # fmt: skip
-    keys = [draw.rows(draw.normal((qo_len, num_kv_heads, head_dim), canonicalize_torch_dtype(dtype))) for _ in range(2)]
-    return {
-        "q_p": query_of(draw, qo_len, num_qo_heads, head_dim, dtype), "k_p": keys[0], "v_p": keys[1],
-        "q_d": query_of(draw, len(kv_lens), num_qo_heads, head_dim, dtype),
-        "paged_kv_cache_d": cache_of(draw, [plain], page_size, num_kv_heads, (head_dim, head_dim), dtype, "NHD"),
-        **tables, "sm_scale": head_dim**-0.5, "causal_p": causal,
-    }  # fmt: skip
+    kv_lens = lengths_of(s.kv_len, s.batch_size)
+    keys = {name: inputs.normal(draw, (s.qo_len, s.num_kv_heads, s.head_dim), s.dtype) for name in ("k_p", "v_p")}
+    decode = _half(draw, s, [1] * len(kv_lens), kv_lens, "_d")
+    return {"q_p": inputs.query_of(draw, s.qo_len, s), **keys, **decode, "causal_p": s.causal}
 
 
-def _plan_pod(wrapper: Callable[..., Any], x: Mapping[str, Any]) -> Any:
-    _, page_size, kv_heads, dim = x["paged_kv_cache_d"][0].shape
-    planned, dtype = wrapper(workspace_of(x["q_d"])), x["q_d"].dtype
-    planned.plan(
-        x["kv_indptr_d"], x["kv_indices_d"], x["last_page_len_d"], x["q_d"].shape[1], kv_heads, dim, page_size,
-        q_data_type=dtype, kv_data_type=dtype,
-    )  # fmt: skip
-    return planned
+@paged(batch_size=60, kv_len=3072, num_prompts=3, qo_len=1024, causal=True, **PAGED)
+def _make_batch_pod(draw: Draw, s: Any) -> dict[str, Any]:
+    """Prompts of these qo_lens, and batch_size decode requests of these kv_lens."""
+    kv_lens, qo_lens = lengths_of(s.kv_len, s.batch_size), lengths_of(s.qo_len, s.num_prompts)
+    decode = _half(draw, s, [1] * len(kv_lens), kv_lens, "_d")
+    return {**_half(draw, s, qo_lens, qo_lens, "_p"), **decode, "causal_p": s.causal}
 
 
-def _decode_lengths(x: Mapping[str, Any]) -> list[tuple[int, int]]:
-    page_size, pages = x["paged_kv_cache_d"][0].shape[1], x["kv_indptr_d"].diff().tolist()
-    return [(1, (n - 1) * page_size + last if n else 0) for n, last in zip(pages, x["last_page_len_d"].tolist())]
+def _work_halves(x: Mapping[str, Any]) -> Work:
+    prompts = [(len(x["q_p"]), len(x["k_p"]))] if "k_p" in x else [(n, n) for n in x["qo_indptr_p"].diff().tolist()]
+    keys_p = (x["k_p"], x["v_p"]) if "k_p" in x else x["paged_kv_cache_p"]
+    page_size = x["paged_kv_cache_d"][0].shape[1]
+    decode = [(1, n) for n in inputs.kv_lens_of(x["kv_indptr_d"], x["last_page_len_d"], page_size)]
+    return inputs.both(
+        attention_work(x["q_p"], [(*keys_p, prompts, x["causal_p"])]),
+        attention_work(x["q_d"], [(*x["paged_kv_cache_d"], decode, False)]),
+    )
 
 
-def _work_pod(x: Mapping[str, Any]) -> Work:
-    prompt = (x["q_p"], x["k_p"], [(len(x["q_p"]), len(x["k_p"]))], x["causal_p"])
-    return attention_work([prompt, (x["q_d"], x["paged_kv_cache_d"][0], _decode_lengths(x), False)])
+def _tables(suffix: str, *names: str) -> dict[str, Tensor | Scalar]:
+    axes = {"qo_indptr": "len_indptr", "kv_indptr": "len_indptr", "kv_indices": "num_kv_indices"}
+    return {n + suffix: Tensor([axes.get(n, "batch_size") + suffix], dtype="int32") for n in names}
 
 
-_DECODE_AXES: dict[str, Var | Const] = {
-    "num_d": Var(), "num_pages": Var(), "len_indptr_d": Var(), "num_kv_indices_d": Var(), "batch_size_d": Var(),
-}  # fmt: skip
-_HALVES = {
-    "output_p": Tensor(["num_p", "num_qo_heads", "head_dim"], dtype_from="q_p"),
-    "output_d": Tensor(["num_d", "num_qo_heads", "head_dim"], dtype_from="q_d"),
+_DECODE: dict[str, Tensor | Scalar] = {
+    "q_d": Tensor(["num_d", "num_qo_heads", "head_dim"]),
+    **caches("paged_kv_cache_d"),
+    **_tables("_d", "kv_indptr", "kv_indices", "last_page_len"),
+    "sm_scale": Scalar(),
+    "causal_p": Scalar("bool", optional=True),
 }
-POD = TraceTemplate(
+
+
+def _pod(op_type: str, prefill: dict[str, Tensor | Scalar], make: Callable[..., Any], **options: Any) -> Any:
+    q_p = Tensor(["num_p", "num_qo_heads", "head_dim"])
+    return template(
+        op_type,
+        {"q_p": q_p, **prefill, **_DECODE},
+        _halves_reference,
+        outputs={
+            "output_p": Tensor(q_p.dim_names, dtype_from="q_p"),
+            "output_d": Tensor(["num_d", "num_qo_heads", "head_dim"], dtype_from="q_d"),
+        },
+        make=make,
+        plan=inputs.plan,
+        work=_work_halves,
+        **options,
+    )
+
+
+POD = _pod(
     "gqa_pod",
-    axes={"num_p": Var(), "num_kv_p": Var(), **_DECODE_AXES, **_HEADS},
-    inputs={
-        "q_p": Tensor(["num_p", "num_qo_heads", "head_dim"]),
-        "k_p": Tensor(["num_kv_p", "num_kv_heads", "head_dim"]),
-        "v_p": Tensor(["num_kv_p", "num_kv_heads", "head_dim"]),
-        "q_d": Tensor(["num_d", "num_qo_heads", "head_dim"]),
-        **_caches("paged_kv_cache_d"),
-        **_tables("_d", False),
-        "sm_scale": Scalar(),
-        "causal_p": Scalar("bool", optional=True),
-    },
-    outputs=_HALVES,
-    reference=(attend_request, gather_pages, _halves_reference),
-    op=(*_OPS, "single_attention"),
-    make=_make_pod,
-    plan=_plan_pod,
-    samples=({**_SMALL, "kv_len": (37, 1, 16), "qo_len": 20}, {**_SMALL, "kv_len": (9,), "qo_len": 5, "causal": False}),
-    work=_work_pod,
-    tolerance=_TOLERANCE,
+    {name: Tensor(["num_kv_p", "num_kv_heads", "head_dim"]) for name in ("k_p", "v_p")},
+    _make_pod,
+    op=(*PREFILL, *DECODE, "single_attention"),
+    samples=({**SMALL, "kv_len": (37, 1, 16), "qo_len": 20}, {**SMALL, "kv_len": (9,), "qo_len": 5, "causal": False}),
     description="Attention of a prompt over its K and V, and of decode requests over a paged KV cache.",
 )
-
-
-def _make_batch_pod(
-    draw: Draw, *, batch_size: int = 60, kv_len: Lengths = 3072, num_prompts: int = 3, qo_len: Lengths = 1024,
-    num_qo_heads: int = 32, num_kv_heads: int = 8, head_dim: int = 128, page_size: int = 16, causal: bool = True,
-    dtype: Any = "bfloat16",
-) -> dict[str, Any]:  # fmt: skip
-    """Prompts of these qo_lens, and batch_size decode requests of these kv_lens."""
-    kv_lens, qo_lens = lengths_of(kv_len, batch_size), lengths_of(qo_len, num_prompts)
-    dims = (head_dim, head_dim)
-    decode, prompts = (pages_of(draw, lens, page_size) for lens in (kv_lens, qo_lens))
-    return {
-        "q_p": query_of(draw, sum(qo_lens), num_qo_heads, head_dim, dtype),
-        "paged_kv_cache_p": cache_of(draw, [prompts], page_size, num_kv_heads, dims, dtype, "NHD"),
-        "q_d": query_of(draw, len(kv_lens), num_qo_heads, head_dim, dtype),
-        "paged_kv_cache_d": cache_of(draw, [decode], page_size, num_kv_heads, dims, dtype, "NHD"),
-        "qo_indptr_p": draw.offsets(qo_lens),
-        "kv_indptr_p": prompts["kv_indptr"], "kv_indices_p": prompts["kv_indices"],
-        "last_page_len_p": prompts["kv_last_page_len"],
-        "kv_indptr_d": decode["kv_indptr"], "kv_indices_d": decode["kv_indices"],
-        "last_page_len_d": decode["kv_last_page_len"],
-        "sm_scale": head_dim**-0.5, "causal_p": causal,
-    }  # fmt: skip
-
-
-def _plan_batch_pod(wrapper: Callable[..., Any], x: Mapping[str, Any]) -> Any:
-    import torch
-
-    _, page_size, kv_heads, dim = x["paged_kv_cache_d"][0].shape
-    planned, dtype = wrapper(workspace_of(x["q_d"])), x["q_d"].dtype
-    planned.plan(
-        x["qo_indptr_p"].cpu(), x["kv_indptr_p"].cpu(), x["kv_indices_p"], x["last_page_len_p"],
-        torch.arange(len(x["q_d"]) + 1, dtype=torch.int32), x["kv_indptr_d"].cpu(), x["kv_indices_d"],
-        x["last_page_len_d"], num_qo_heads=x["q_d"].shape[1], num_kv_heads=kv_heads, head_dim=dim, page_size=page_size,
-        q_data_type=dtype, kv_data_type=dtype,
-    )  # fmt: skip
-    return planned
-
-
-def _work_batch_pod(x: Mapping[str, Any]) -> Work:
-    prompts = [(n, n) for n in x["qo_indptr_p"].diff().tolist()]
-    return attention_work([
-        (x["q_p"], x["paged_kv_cache_p"][0], prompts, x["causal_p"]),
-        (x["q_d"], x["paged_kv_cache_d"][0], _decode_lengths(x), False),
-    ])  # fmt: skip
-
-
-BATCH_POD = TraceTemplate(
+BATCH_POD = _pod(
     "gqa_paged_batch_pod",
-    axes={
-        "num_p": Var(), "num_pages_p": Var(), "len_indptr_p": Var(), "num_kv_indices_p": Var(), "batch_size_p": Var(),
-        **_DECODE_AXES, **_HEADS,
+    {
+        **caches("paged_kv_cache_p", suffix="_p"),
+        **_tables("_p", "qo_indptr", "kv_indptr", "kv_indices", "last_page_len"),
     },
-    inputs={
-        "q_p": Tensor(["num_p", "num_qo_heads", "head_dim"]),
-        **_caches("paged_kv_cache_p", "_p"),
-        "q_d": Tensor(["num_d", "num_qo_heads", "head_dim"]),
-        **_caches("paged_kv_cache_d"),
-        **_tables("_p", True),
-        **_tables("_d", False),
-        "sm_scale": Scalar(),
-        "causal_p": Scalar("bool", optional=True),
-    },
-    outputs=_HALVES,
-    reference=(attend_request, gather_pages, _halves_reference),
-    op=_OPS,
-    make=_make_batch_pod,
-    plan=_plan_batch_pod,
-    samples=({**_SMALL, "kv_len": (37, 1, 16), "qo_len": (20, 3)},),
-    work=_work_batch_pod,
-    tolerance=_TOLERANCE,
+    _make_batch_pod,
+    op=(*PREFILL, *DECODE),
+    samples=({**SMALL, "kv_len": (37, 1, 16), "qo_len": (20, 3)},),
     description="Attention of prompts, and of decode requests, over paged KV caches.",
-)  # fmt: skip
-
-
-_OTHERS = ("k_scale", "v_scale", "q_scale", "kv_cache_sf", "kv_cache_sf_p", "kv_cache_sf_d", "variant_args",
-           "return_lse")  # fmt: skip
-mixed = plain_calls(MIXED, *_OTHERS)
-_OTHERS_POD = (
-    "custom_mask_p", "packed_custom_mask_p", "kv_layout_p", "pos_encoding_mode_p", "sm_scale_p",
-    "window_left_p", "return_lse_p", "return_lse_d", "custom_mask_d", "packed_custom_mask_d", "kv_layout_d",
-    "pos_encoding_mode_d", "sm_scale_d", "window_left_d",
-)  # fmt: skip
-pod = plain_calls(POD, *_OTHERS, *_OTHERS_POD)
-batch_pod = plain_calls(BATCH_POD, *_OTHERS, "custom_mask_p", "packed_custom_mask_p")
-PLANNED_MIXED: Planned = kept(
-    "qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "sm_scale", "causal", "kv_layout", "covered"
 )
-_OF_DECODE = ("kv_indptr_d", "kv_indices_d", "last_page_len_d", "sm_scale", "kv_layout", "covered")
-PLANNED_POD: Planned = kept(*_OF_DECODE)
-PLANNED_BATCH_POD: Planned = kept(*_OF_DECODE, "qo_indptr_p", "kv_indptr_p", "kv_indices_p", "last_page_len_p")
+
+_SCALES = ("k_scale", "v_scale", "q_scale", "kv_cache_sf", "kv_cache_sf_p", "kv_cache_sf_d", "variant_args")
+_OTHERS, _MASKS = (*_SCALES, "return_lse"), ("custom_mask", "packed_custom_mask")
+_OF_HALF = (*_MASKS, "kv_layout", "pos_encoding_mode", "sm_scale", "window_left", "return_lse")
+mixed = plain_calls(MIXED, *_OTHERS)
+pod = plain_calls(POD, *_OTHERS, *(f"{name}_{half}" for half in "pd" for name in _OF_HALF))
+batch_pod = plain_calls(BATCH_POD, *_OTHERS, *(f"{name}_p" for name in _MASKS))
+_TABLES = ("qo_indptr", "kv_indptr", "kv_indices")
+PLANNED_MIXED: Planned = kept(*_TABLES, "kv_len_arr", "sm_scale", "causal", "kv_layout", "covered")
+PLANNED_POD: Planned = kept("kv_indptr_d", "kv_indices_d", "last_page_len_d", "sm_scale", "kv_layout", "covered")
+PLANNED_BATCH_POD: Planned = {**PLANNED_POD, **kept(*(f"{name}_p" for name in (*_TABLES, "last_page_len")))}

@@ -210,7 +210,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             KeyError: pos_encoding_mode.
             UnsupportedError: the backend does not support the request.
         """
-        head_dim_vo = head_dim_vo or head_dim_qk
+        head_dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
         self._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
         tables = qo_indptr, paged_kv_indptr
         fields = self._check_batch(*tables, paged_kv_last_page_len=paged_kv_last_page_len, seq_lens=seq_lens)

@@ -131,7 +131,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
             NotImplementedError: another v_indptr or o_indptr.
         """
         self._forget_plan()
-        head_dim_vo = head_dim_vo or head_dim_qk
+        head_dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
         self._begin_plan(num_qo_heads, num_kv_heads, 1, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
         _require_same("v_indptr", v_indptr, "kv_indptr", kv_indptr)
         _require_same("o_indptr", o_indptr, "qo_indptr", qo_indptr)

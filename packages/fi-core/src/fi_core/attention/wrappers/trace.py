@@ -3,107 +3,43 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from fi_core.attention.reference import attend_request, gather_pages
+from fi_core.attention.reference import attend_pages, attend_request, gather_pages
 from fi_core.attention.wrappers import inputs
-from fi_core.observe.trace import Const, Planned, Scalar, Tensor, TraceTemplate, Var
+from fi_core.observe.trace import Planned, Scalar, Tensor, TraceTemplate, axes_of
 
 
-def _decode_reference(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, kv_indptr, kv_indices, kv_last_page_len, sm_scale, seq_lens=None, window_left=-1,
-    logits_soft_cap=None, sinks=None, q_scale=None, k_scale=None, v_scale=None, kv_layout="NHD",
-):  # fmt: skip
+def _ragged_reference(k, v, kv_indptr, kv_layout="NHD", **options):  # type: ignore[no-untyped-def]
     import torch
 
-    batch_size = len(kv_indptr) - 1
-    scale = sm_scale * (1.0 if q_scale is None else q_scale) * (1.0 if k_scale is None else k_scale)
-    outs, lses = [], []
-    for request, rows in enumerate(q.view(batch_size, -1, *q.shape[1:])):
-        k, v = (
-            gather_pages(cache, kv_indptr, kv_indices, kv_last_page_len, seq_lens, request, kv_layout)
-            for cache in (k_cache, v_cache)
-        )
-        out, lse = attend_request(rows, k, v, scale, len(rows) > 1, window_left, logits_soft_cap, sinks)
-        outs.append(out)
-        lses.append(lse)
-    return torch.cat(outs) * (1.0 if v_scale is None else v_scale), torch.cat(lses)
+    k, v = ((x if kv_layout == "NHD" else x.transpose(0, 1)).unsqueeze(1) for x in (k, v))  # pages of one token
+    options |= {"kv_indices": torch.arange(len(k), device=k.device), "kv_last_page_len": torch.ones_like(kv_indptr)}
+    return attend_pages(k_cache=k, v_cache=v, kv_indptr=kv_indptr, **options)
 
 
-def _paged_prefill_reference(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_len, sm_scale, seq_lens=None, causal=False,
-    window_left=-1, logits_soft_cap=None, sinks=None, q_scale=None, k_scale=None, v_scale=None, kv_layout="NHD",
-):  # fmt: skip
+def _cascade_reference(q, k_cache, v_cache, sm_scale, causal=False, **options):  # type: ignore[no-untyped-def]
     import torch
 
-    scale = sm_scale * (1.0 if q_scale is None else q_scale) * (1.0 if k_scale is None else k_scale)
-    out = torch.zeros(*q.shape[:2], v_cache.shape[-1], dtype=torch.float64, device=q.device)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64, device=q.device)
-    for request in range(len(qo_indptr) - 1):
-        rows = slice(int(qo_indptr[request]), int(qo_indptr[request + 1]))
-        k, v = (
-            gather_pages(cache, kv_indptr, kv_indices, kv_last_page_len, seq_lens, request, kv_layout)
-            for cache in (k_cache, v_cache)
-        )
-        out[rows], lse[rows] = attend_request(q[rows], k, v, scale, causal, window_left, logits_soft_cap, sinks)
-    return out * (1.0 if v_scale is None else v_scale), lse
-
-
-def _ragged_prefill_reference(  # type: ignore[no-untyped-def]
-    q, k, v, qo_indptr, kv_indptr, sm_scale, causal=False, window_left=-1, logits_soft_cap=None, sinks=None,
-    q_scale=None, k_scale=None, v_scale=None, kv_layout="NHD",
-):  # fmt: skip
-    import torch
-
-    k, v = (k, v) if kv_layout == "NHD" else (k.transpose(0, 1), v.transpose(0, 1))
-    scale = sm_scale * (1.0 if q_scale is None else q_scale) * (1.0 if k_scale is None else k_scale)
-    out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=torch.float64, device=q.device)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64, device=q.device)
-    for request in range(len(qo_indptr) - 1):
-        rows = slice(int(qo_indptr[request]), int(qo_indptr[request + 1]))
-        keys = slice(int(kv_indptr[request]), int(kv_indptr[request + 1]))
-        out[rows], lse[rows] = attend_request(
-            q[rows], k[keys], v[keys], scale, causal, window_left, logits_soft_cap, sinks
-        )
-    return out * (1.0 if v_scale is None else v_scale), lse
-
-
-def _cascade_reference(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, sm_scale, causal=False, window_left=-1, logits_soft_cap=None, kv_layout="NHD", **tables
-):
-    import torch
-
-    levels = sum(name.startswith("qo_indptr_") for name in tables)
-    outs, lses = [], []
-    for level in range(levels):
-        qo_indptr, kv_indptr = tables[f"qo_indptr_{level}"], tables[f"kv_indptr_{level}"]
-        kv_indices, last_page_len = tables[f"kv_indices_{level}"], tables[f"kv_last_page_len_{level}"]
-        out = torch.zeros(*q.shape[:2], v_cache.shape[-1], dtype=torch.float64, device=q.device)
-        lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64, device=q.device)
-        for request in range(len(qo_indptr) - 1):
-            rows = slice(int(qo_indptr[request]), int(qo_indptr[request + 1]))
-            k, v = (
-                gather_pages(cache, kv_indptr, kv_indices, last_page_len, None, request, kv_layout)
-                for cache in (k_cache, v_cache)
-            )
-            is_last = level == levels - 1
-            out[rows], lse[rows] = attend_request(
-                q[rows], k, v, sm_scale, causal and is_last, window_left, logits_soft_cap
-            )
-        outs.append(out)
-        lses.append(lse)
-    scores = torch.stack(lses) * 0.6931471805599453
+    levels: list[dict[str, torch.Tensor]] = []
+    while f"qo_indptr_{len(levels)}" in options:
+        names = ("kv_indptr", "kv_indices", "kv_last_page_len", "qo_indptr")
+        levels.append({name: options.pop(f"{name}_{len(levels)}") for name in names})
+    states = [
+        attend_pages(q, k_cache, v_cache, sm_scale=sm_scale, causal=causal and level is levels[-1], **level, **options)
+        for level in levels
+    ]
+    scores = torch.stack([lse for _, lse in states]) * 0.6931471805599453
     weight = scores.softmax(0).masked_fill((scores == -torch.inf).all(0), 0.0)
-    return (weight[..., None] * torch.stack(outs)).sum(0)
+    return (weight[..., None] * torch.stack([out for out, _ in states])).sum(0)
 
 
-_HEADS: dict[str, Var | Const] = {
-    "num_qo_heads": Const(abbrev="h"),
-    "num_kv_heads": Const(abbrev="kv"),
-    "head_dim": Const(abbrev="d"),
-    "head_dim_vo": Const(abbrev=""),
-}
+FIXED = {"num_qo_heads": "h", "num_kv_heads": "kv", "head_dim": "d", "head_dim_vo": "", "page_size": "ps"}
+PREFILL, DECODE = ("batch_prefill", "prefill_plan"), ("batch_decode", "decode_plan")
+SMALL = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": "float16"}
+CAUSAL = Scalar("bool", optional=True, description="A query sees the keys up to its own position.")
+LAYOUT = Scalar("string", optional=True)
 _OPTIONS: dict[str, Tensor | Scalar] = {
     "sm_scale": Scalar(description="Multiplies the scores."),
     "window_left": Scalar("int32", optional=True, description="Keys before its own that a query sees; -1: all."),
@@ -111,45 +47,57 @@ _OPTIONS: dict[str, Tensor | Scalar] = {
 }
 _RUN_OPTIONS: dict[str, Tensor | Scalar] = {
     "sinks": Tensor(["num_qo_heads"], dtype="float32", optional=True, description="exp(sinks) joins the softmax sum."),
-    "q_scale": Scalar(optional=True),
-    "k_scale": Scalar(optional=True),
-    "v_scale": Scalar(optional=True),
+    **{name: Scalar(optional=True) for name in ("q_scale", "k_scale", "v_scale")},
 }
-_CAUSAL = Scalar("bool", optional=True, description="A query sees the keys up to its own position.")
-_LAYOUT = Scalar("string", optional=True)
-
-
-_PREFILL_OPS = ("batch_prefill", "prefill_plan")
-_TOLERANCE = {"float16": (2e-3, 2e-3), "float32": (1e-4, 1e-4)}
-_SMALL = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": "float16"}
 _SCORES = {"window_left": 7, "logits_soft_cap": 5.0, "sm_scale": 0.3}
 _DECODE_SAMPLES = (
-    {**_SMALL, "kv_len": (37, 0, 16, 5)},
-    {**_SMALL, "kv_len": (37, 1), "dtype": "bfloat16", "num_kv_heads": 4, "page_size": 5, "head_dim": 40},
-    {**_SMALL, "kv_len": (38, 9), **_SCORES, "sinks": True},
-    {**_SMALL, "kv_len": (37, 3, 16), "q_len_per_req": 3, "o_dtype": "bfloat16"},
+    {**SMALL, "kv_len": (37, 0, 16, 5)},
+    {**SMALL, "kv_len": (37, 1), "dtype": "bfloat16", "num_kv_heads": 4, "page_size": 5, "head_dim": 40},
+    {**SMALL, "kv_len": (38, 9), **_SCORES, "sinks": True},
+    {**SMALL, "kv_len": (37, 3, 16), "q_len_per_req": 3, "o_dtype": "bfloat16"},
 )
 _PREFILL_SAMPLES = (
-    {**_SMALL, "qo_len": (5, 0, 16, 1), "kv_len": (37, 3, 16, 40), "causal": True},
-    {**_SMALL, "qo_len": (5, 4, 1), "kv_len": (9, 0, 33), "causal": False, "dtype": "bfloat16", "head_dim_vo": 32},
-    {**_SMALL, "qo_len": (5, 20), "kv_len": (37, 20), "causal": True, **_SCORES, "o_dtype": "bfloat16"},
+    {**SMALL, "qo_len": (5, 0, 16, 1), "kv_len": (37, 3, 16, 40), "causal": True},
+    {**SMALL, "qo_len": (5, 4, 1), "kv_len": (9, 0, 33), "causal": False, "dtype": "bfloat16", "head_dim_vo": 32},
+    {**SMALL, "qo_len": (5, 20), "kv_len": (37, 20), "causal": True, **_SCORES, "o_dtype": "bfloat16"},
 )
 _PAGED_SAMPLES = (*_PREFILL_SAMPLES, {**_PREFILL_SAMPLES[0], "page_size": 5, "num_kv_heads": 1, "sinks": True})
 _CASCADE_SAMPLES = (
-    {**_SMALL, "shared_kv_len": 37, "kv_len": (9, 1, 16)},
-    {**_SMALL, "shared_kv_len": 20, "kv_len": (9, 4), "qo_len": (3, 4), "causal": True, "dtype": "bfloat16"},
+    {**SMALL, "shared_kv_len": 37, "kv_len": (9, 1, 16)},
+    {**SMALL, "shared_kv_len": 20, "kv_len": (9, 4), "qo_len": (3, 4), "causal": True, "dtype": "bfloat16"},
 )
 
 
-def _table(name: str, axis: str, **options: Any) -> Tensor:
+def template(
+    op_type: str, inputs: Mapping[str, Tensor | Scalar], *reference: Callable[..., Any], **options: Any
+) -> TraceTemplate:
+    """A template of attention in fp64 by `attend_pages`; its output has the shape and dtype of q, if not given."""
+    usual: dict[str, Any] = {"reference": (attend_request, gather_pages, attend_pages, *reference)}
+    usual["tolerance"] = {"float16": (2e-3, 2e-3), "float32": (1e-4, 1e-4)}
+    if isinstance(q := inputs.get("q"), Tensor):
+        usual["outputs"] = {"output": Tensor(q.dim_names, dtype_from="q")}
+    return TraceTemplate(op_type, axes=axes_of(inputs, **FIXED), inputs=inputs, **usual | options)
+
+
+def table(name: str, axis: str, **options: Any) -> Tensor:
     return Tensor([axis], param=name, dtype="int32", **options)
 
 
-def _caches(layout: str) -> dict[str, Tensor | Scalar]:
+TABLE: dict[str, Tensor | Scalar] = {
+    "kv_indptr": table("kv_indptr", "len_indptr"),
+    "kv_indices": table("kv_indices", "num_kv_indices"),
+    "kv_last_page_len": table("kv_last_page_len", "batch_size"),
+}
+QO_INDPTR: dict[str, Tensor | Scalar] = {"qo_indptr": table("qo_indptr", "len_indptr")}
+
+
+def caches(
+    param: str = "paged_kv_cache", layout: str = "NHD", suffix: str = "", dim_vo: str = "head_dim"
+) -> dict[str, Tensor | Scalar]:
     tokens = ["page_size", "num_kv_heads"] if layout == "NHD" else ["num_kv_heads", "page_size"]
     return {
-        name: Tensor(["num_pages", *tokens, dim], param="paged_kv_cache", tuple_idx=index)
-        for index, (name, dim) in enumerate((("k_cache", "head_dim"), ("v_cache", "head_dim_vo")))
+        name + suffix: Tensor([f"num_pages{suffix}", *tokens, dim], param=param, tuple_idx=index)
+        for index, (name, dim) in enumerate((("k_cache", "head_dim"), ("v_cache", dim_vo)))
     }
 
 
@@ -161,106 +109,90 @@ def _outputs(rows: str, with_lse: bool) -> dict[str, Tensor | Scalar]:
 
 def _paged_template(kind: str, layout: str, with_lse: bool) -> TraceTemplate:
     decode = kind == "decode"
-    rows = "num_rows" if decode else "total_q"
-    axes = {rows: Var(), "num_pages": Var(), "num_kv_indices": Var(), "len_indptr": Var(), "batch_size": Var()}
-    qo_indptr = {} if decode else {"qo_indptr": _table("qo_indptr", "len_indptr")}
-    return TraceTemplate(
+    rows, whose = ("num_rows", "one, or the same number of each") if decode else ("total_q", "its last ones")
+    return template(
         f"gqa_paged_{kind}",
-        axes={**axes, **_HEADS, "page_size": Const(abbrev="ps")},
-        inputs={
+        {
             "q": Tensor([rows, "num_qo_heads", "head_dim"]),
-            **_caches(layout),
-            **qo_indptr,
-            "kv_indptr": _table("kv_indptr", "len_indptr"),
-            "kv_indices": _table("kv_indices", "num_kv_indices"),
-            "kv_last_page_len": _table("kv_last_page_len", "batch_size"),
-            "seq_lens": _table("seq_lens", "batch_size", optional=True),
+            **caches(layout=layout, dim_vo="head_dim_vo"),
+            **({} if decode else QO_INDPTR),
+            **TABLE,
+            "seq_lens": table("seq_lens", "batch_size", optional=True),
             **_OPTIONS,
-            **({} if decode else {"causal": _CAUSAL}),
+            **({} if decode else {"causal": CAUSAL}),
             **_RUN_OPTIONS,
-            "kv_layout": _LAYOUT,
+            "kv_layout": LAYOUT,
         },
         outputs=_outputs(rows, with_lse),
         constraints=("len_indptr == batch_size + 1",),
-        reference=(attend_request, gather_pages, _decode_reference if decode else _paged_prefill_reference),
-        op=("batch_decode", "decode_plan") if decode else _PREFILL_OPS,
-        make=(inputs.make_decode if decode else inputs.make_paged)(layout, with_lse),
-        plan=inputs.plan_decode if decode else inputs.plan_paged,
+        op=DECODE if decode else PREFILL,
+        make=inputs.make_batch("decode" if decode else "paged", layout, with_lse),
+        plan=inputs.plan,
         samples=_DECODE_SAMPLES if decode else _PAGED_SAMPLES,
         work=inputs.work,
-        tolerance=_TOLERANCE,
         tags=(f"kv_layout:{layout}",),
-        description=(
-            "Attention of the last tokens of each request (one, or the same number of each) over a paged KV cache."
-            if decode
-            else "Attention of the tokens of each request, its last ones, over a paged KV cache."
-        ),
+        description=f"Attention of the last tokens of each request ({whose}) over a paged KV cache."
+        if decode
+        else f"Attention of the tokens of each request, {whose}, over a paged KV cache.",
     )
 
 
 def _ragged_template(layout: str, with_lse: bool) -> TraceTemplate:
     tokens = ["total_kv", "num_kv_heads"] if layout == "NHD" else ["num_kv_heads", "total_kv"]
-    return TraceTemplate(
+    return template(
         "gqa_ragged_prefill",
-        axes={"total_q": Var(), "total_kv": Var(), "len_indptr": Var(), **_HEADS},
-        inputs={
+        {
             "q": Tensor(["total_q", "num_qo_heads", "head_dim"]),
             "k": Tensor([*tokens, "head_dim"]),
             "v": Tensor([*tokens, "head_dim_vo"]),
-            "qo_indptr": _table("qo_indptr", "len_indptr"),
-            "kv_indptr": _table("kv_indptr", "len_indptr"),
+            **QO_INDPTR,
+            "kv_indptr": TABLE["kv_indptr"],
             **_OPTIONS,
-            "causal": _CAUSAL,
+            "causal": CAUSAL,
             **_RUN_OPTIONS,
-            "kv_layout": _LAYOUT,
+            "kv_layout": LAYOUT,
         },
+        _ragged_reference,
         outputs=_outputs("total_q", with_lse),
-        reference=(attend_request, _ragged_prefill_reference),
-        op=_PREFILL_OPS,
-        make=inputs.make_ragged(layout, with_lse),
-        plan=inputs.plan_ragged,
+        op=PREFILL,
+        make=inputs.make_batch("ragged", layout, with_lse),
+        plan=inputs.plan,
         samples=_PREFILL_SAMPLES,
         work=inputs.work,
-        tolerance=_TOLERANCE,
         tags=(f"kv_layout:{layout}",),
         others=("o_scale",),
         description="Attention of the tokens of each request, its last ones, over keys that follow each other.",
     )
 
 
+_LEVEL_TABLES = (
+    ("qo_indptr", "qo_indptr_arr", "len_indptr"),
+    ("kv_indptr", "paged_kv_indptr_arr", "len_indptr"),
+    ("kv_indices", "paged_kv_indices_arr", "num_kv_indices"),
+    ("kv_last_page_len", "paged_kv_last_page_len", "batch_size"),
+)
+
+
 @functools.cache
 def _cascade_template(layout: str, levels: int) -> TraceTemplate:
-    axes: dict[str, Var | Const] = {"total_q": Var(), "num_pages": Var()}
-    tables: dict[str, Tensor | Scalar] = {}
-    for level in range(levels):
-        for name, param, axis in (
-            ("qo_indptr", "qo_indptr_arr", "len_indptr"),
-            ("kv_indptr", "paged_kv_indptr_arr", "len_indptr"),
-            ("kv_indices", "paged_kv_indices_arr", "num_kv_indices"),
-            ("kv_last_page_len", "paged_kv_last_page_len", "batch_size"),
-        ):
-            axes[f"{axis}_{level}"] = Var()
-            tables[f"{name}_{level}"] = _table(param, f"{axis}_{level}", tuple_idx=level)
-    return TraceTemplate(
+    tables: dict[str, Tensor | Scalar] = {
+        f"{name}_{level}": table(param, f"{axis}_{level}", tuple_idx=level)
+        for level in range(levels)
+        for name, param, axis in _LEVEL_TABLES
+    }
+    q = Tensor(["total_q", "num_qo_heads", "head_dim"])
+    paged = caches(layout=layout, dim_vo="head_dim_vo")
+    return template(
         "gqa_paged_cascade",
+        {"q": q, **paged, **tables, **_OPTIONS, "causal": CAUSAL, "kv_layout": LAYOUT},
+        _cascade_reference,
         name_prefix=f"gqa_paged_cascade_{levels}_levels",
-        axes={**axes, **_HEADS, "page_size": Const(abbrev="ps")},
-        inputs={
-            "q": Tensor(["total_q", "num_qo_heads", "head_dim"]),
-            **_caches(layout),
-            **tables,
-            **_OPTIONS,
-            "causal": _CAUSAL,
-            "kv_layout": _LAYOUT,
-        },
         outputs={"output": Tensor(["total_q", "num_qo_heads", "head_dim_vo"], dtype_from="q")},
-        reference=(attend_request, gather_pages, _cascade_reference),
-        op=(*_PREFILL_OPS, "merge_state"),
+        op=(*PREFILL, "merge_state"),
         make=inputs.make_cascade(layout) if levels == inputs.CASCADE_LEVELS else None,
-        plan=inputs.plan_cascade,
+        plan=inputs.plan,
         samples=_CASCADE_SAMPLES,
         work=inputs.work,
-        tolerance=_TOLERANCE,
         others=("k_scale", "v_scale"),
         tags=(f"kv_layout:{layout}",),
         description="Attention over levels of shared keys, each with its page table; causal within the last level.",

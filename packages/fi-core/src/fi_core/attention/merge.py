@@ -209,16 +209,11 @@ def merge_state(
 
 
 def _merge_state_in_place_reference(v, s, v_other, s_other, mask=None):  # type: ignore[no-untyped-def]
-    v, s, v_other, s_other = v.double(), s.double(), v_other.double(), s_other.double()
-    top = s.maximum(s_other)
-    top = top.where(top.isfinite(), 0.0)
-    weight, other = (s - top).exp2().unsqueeze(-1), (s_other - top).exp2().unsqueeze(-1)
-    total = weight + other
-    out, out_s = (weight * v + other * v_other) / total.where(total != 0, 1.0), top + total.squeeze(-1).log2()
+    out, out_s = _merge_state_reference(v, s, v_other, s_other)
     if mask is None:
         return out, out_s
     merged = mask.bool().unsqueeze(-1)  # the other rows stay as they are
-    return out.where(merged.unsqueeze(-1), v), out_s.where(merged, s)
+    return out.where(merged.unsqueeze(-1), v.double()), out_s.where(merged, s.double())
 
 
 @fi_api(
@@ -236,7 +231,7 @@ def _merge_state_in_place_reference(v, s, v_other, s_other, mask=None):  # type:
             "v": Tensor(["n", "num_heads", "head_dim"], param="v", dtype_from="v"),
             "s": Tensor(["n", "num_heads"], param="s", dtype_from="s"),
         },
-        reference=_merge_state_in_place_reference,
+        reference=(_merge_state_reference, _merge_state_in_place_reference),
         op="merge_state",
         make=_make(("v", "s"), ("v_other", "s_other")),
         samples=tuple({**sample, "masked": masked} for sample in _SAMPLES for masked in (False, True)),

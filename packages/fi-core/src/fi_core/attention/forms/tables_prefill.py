@@ -150,34 +150,21 @@ def trtllm_batch_context_with_kv_cache(
     """Prefill attention over a block table, without a plan: `softmax(mask(q k^T * bmm1_scale)) v * bmm2_scale`
     (TensorRT-LLM).
 
+    The arguments that are not listed are those of `trtllm_batch_decode_with_kv_cache`.
+
     Args:
         query: `[qo_tokens, num_qo_heads, head_dim]`; request b has rows `cum_seq_lens_q[b] : cum_seq_lens_q[b + 1]`,
             its last tokens.
-        kv_cache: a tuple (k_cache, v_cache), or one tensor whose dim 1 is 2 (K, V) or 1 (both are the same).
         workspace_buffer, max_q_len, max_kv_len, cum_seq_lens_kv, multi_ctas_kv_counter_buffer: not needed.
-        block_tables: int32 `[batch_size, max_pages]`; entries beyond a request's pages are not read. Without
-            uses_shared_paged_kv_idx `[batch_size, 2, max_pages]`: pages of k_cache, and pages of v_cache.
         seq_lens: int32 or uint32 `[batch_size]` (int64 is converted), tokens of each request including those of the
             query.
-        bmm1_scale: the only factor of the scores, so it includes `1 / sqrt(head_dim)`; a number or a one-element fp32
-            tensor on the device.
-        bmm2_scale: factor of the output, likewise.
         batch_size: number of requests.
         cum_seq_lens_q: int32 `[batch_size + 1]`, on the device.
-        window_left: number of keys before its own that a row attends to; -1: all.
-        out: written and returned if given.
         out_dtype: dtype of a new output; default query's.
-        o_sf_scale, o_sf_vec_size: of an NVFP4 output, not supported.
-        kv_cache_sf: the scales of NVFP4 caches, as in `trtllm_batch_decode_with_kv_cache`.
-        kv_layout: "HND" (`[pages, num_kv_heads, page_size, head_dim]`) or "NHD".
-        enable_pdl: programmatic dependent launch; None: where the device supports it.
-        sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to row_sum.
         skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress: without effect; nothing is skipped or
             rounded, which any setting permits.
-        uses_shared_paged_kv_idx: whether K and V of a token are in pages of the same id.
         causal: a row attends to the keys up to its own position.
         lse: fp32 `[qo_tokens, num_qo_heads]`, base 2, written if given.
-        return_lse: also return lse.
         backend: "trtllm-gen", "cute-dsl", "cutlass" and "auto" mean the same kernels.
 
     Returns:

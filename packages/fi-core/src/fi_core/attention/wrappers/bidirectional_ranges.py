@@ -170,7 +170,3 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
                 f"shape {tuple(ranges.shape)}"
             )
         return super().run(q, paged_kv_cache, ranges, self._qo_indptr_buf, *self._windows, **options)
-
-    def run_return_lse(self, q: torch.Tensor, paged_kv_cache: Cache, *args: Any, **options: Any) -> Any:
-        """`run` with return_lse: (out, lse)."""
-        return self.run(q, paged_kv_cache, *args, return_lse=True, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.contract import unsupported
@@ -62,15 +63,10 @@ def _without_padding(
     return torch.nn.functional.pad(kept.cumsum(0), (1, 0))[begins], columns[kept], mask
 
 
-@fi_api
-class BlockSparseAttentionWrapper:
-    """Attention of M query tokens over the blocks of N keys that a matrix of blocks (BSR) selects, for all heads alike.
+class PatternWrapper:
+    """What the block-sparse wrappers have in common: the batch prefill whose pages are the selected blocks."""
 
-    A row of blocks is a request of R query tokens, whose pages of C tokens are the selected blocks of k and v.
-
-    Args:
-        float_workspace_buffer, backend: as in BatchPrefillWithPagedKVCacheWrapper.
-    """
+    run: Callable[..., Any]
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
         self._prefill = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, "NHD", backend=backend)
@@ -80,6 +76,24 @@ class BlockSparseAttentionWrapper:
     def resolved_backend(self) -> str:
         """As in BatchPrefillWithPagedKVCacheWrapper."""
         return self._prefill.resolved_backend
+
+    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        """`run` with return_lse: (out, lse)."""
+        return self.run(q, k, v, return_lse=True, **options)
+
+    def end_forward(self) -> None:
+        """Does nothing; older callers end a plan with it."""
+
+
+@fi_api
+class BlockSparseAttentionWrapper(PatternWrapper):
+    """Attention of M query tokens over the blocks of N keys that a matrix of blocks (BSR) selects, for all heads alike.
+
+    A row of blocks is a request of R query tokens, whose pages of C tokens are the selected blocks of k and v.
+
+    Args:
+        float_workspace_buffer, backend: as in BatchPrefillWithPagedKVCacheWrapper.
+    """
 
     @fi_api
     def plan(
@@ -209,13 +223,6 @@ class BlockSparseAttentionWrapper:
         )
 
     forward = run
-
-    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-        """`run` with return_lse: (out, lse)."""
-        return self.run(q, k, v, return_lse=True, **options)
-
-    def end_forward(self) -> None:
-        """Does nothing; older callers end a plan with it."""
 
 
 def _by_row(mask: torch.Tensor, begins: torch.Tensor, nnz: int, R: int, C: int) -> torch.Tensor:

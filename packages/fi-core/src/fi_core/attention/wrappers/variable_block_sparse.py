@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.contract import check_shape
 from fi_core.attention.wrappers import pattern_trace
-from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.attention.wrappers.block_sparse import PatternWrapper
 from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame
@@ -40,7 +40,7 @@ def _total(name: str, sizes: torch.Tensor) -> int:
 
 
 @fi_api
-class VariableBlockSparseAttentionWrapper:
+class VariableBlockSparseAttentionWrapper(PatternWrapper):
     """Attention over the blocks of keys that a mask of blocks selects for each kv head; blocks may differ in size.
 
     Each kv head has its own keys, as if it were a sequence, and each of its rows of blocks is a request.
@@ -48,15 +48,6 @@ class VariableBlockSparseAttentionWrapper:
     Args:
         float_workspace_buffer, backend: as in BatchPrefillWithPagedKVCacheWrapper.
     """
-
-    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
-        self._prefill = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, "NHD", backend=backend)
-        self.reset_workspace_buffer = self._prefill.reset_workspace_buffer
-
-    @property
-    def resolved_backend(self) -> str:
-        """As in BatchPrefillWithPagedKVCacheWrapper."""
-        return self._prefill.resolved_backend
 
     @fi_api
     def plan(
@@ -184,10 +175,3 @@ class VariableBlockSparseAttentionWrapper:
         return (result, by_head(found[1])) if return_lse else result
 
     forward = run
-
-    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-        """`run` with return_lse: (out, lse)."""
-        return self.run(q, k, v, return_lse=True, **options)
-
-    def end_forward(self) -> None:
-        """Does nothing; older callers end a plan with it."""

@@ -186,7 +186,7 @@ FP4_TILES = ((8, 4), (8, 2), (8, 1), (Q_TILE, 1))
 # to merge. H200, NHD, 32/8 heads, us with 1, 2 and 4: 1 x 8k 16.0, 18.3, 22.9; 4 x 8k 28.6, 26.6, 28.5; 16 x 4k 43.9,
 # 38.8, 36.5.
 FEWEST_OUTPUTS = {4: 128, 2: 32, 1: 0}
-# Of NVFP4 keys, by head dim and most rows of a query tile: consumer warps, and their groups, which take turns.
+# Of NVFP4 keys, by head dim and most rows of a query tile: consumer warps, and their groups, which alternate.
 FP4_WARPS = {
     (64, 8): (12, 3), (64, 16): (8, 2), (128, 8): (12, 3), (128, 16): (8, 2), (256, 8): (4, 1), (256, 16): (4, 1),
 }  # fmt: skip

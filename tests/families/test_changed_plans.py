@@ -61,11 +61,14 @@ def test_a_plan_does_not_change(subject: str) -> None:
     w = SUBJECTS[subject](b)
     w.planned()
     plan = w.wrapper._plan
-    before = tuple(plan)
+    before = dict(vars(plan))
     w.wrapper._logits_soft_cap, w.wrapper._sm_scale = 5.0, 0.5
     out_of(w, b)
     w.planned()
-    assert all(x is y for x, y in zip(plan, before)) and w.wrapper._plan is not plan
+    assert all(vars(plan)[name] is x for name, x in before.items()) and w.wrapper._plan is not plan
+    assert before.keys() <= type(plan).__annotations__.keys(), "a plan has the fields that it declares"
+    with pytest.raises(AttributeError, match="window_left: a plan does not change"):
+        plan.window_left = 3
 
 
 @pytest.mark.parametrize("subject", [name for name in SINGLE if name != "sinks"])

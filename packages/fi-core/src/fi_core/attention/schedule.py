@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.contract import pages_of_chunk
 from fi_core.attention.ops import decode as ops
@@ -11,8 +11,7 @@ from fi_core.utils import round_up
 
 if TYPE_CHECKING:
     import torch
-
-_MAX_CARVED = 64  # buffers that are kept; an engine may plan batches of many sizes
+    from typing_extensions import Self
 
 
 def carve(
@@ -77,11 +76,26 @@ def split_kv_of(fixed_split_size: int | None, page_size: int, disable_split_kv: 
     return ops.BALANCED if pages is None else ops.kv_chunk_tiles(pages * page_size)
 
 
-class DecodePlan(NamedTuple):
-    """What a plan fixes for its runs. A plan never changes: a wrapper whose state changes makes another one.
+class Plan:
+    """What a plan fixes for its runs. A plan never changes: a wrapper whose state changes makes another one."""
 
-    The first fields are arguments of `batch_decode`, under its names.
-    """
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name}: a plan does not change; replace() makes another one")
+
+    def replace(self, **fields: Any) -> Self:
+        """Another plan, with these fields."""
+        made = object.__new__(type(self))
+        own = vars(made)
+        own.update(vars(self))
+        own.update(fields)
+        return made
+
+
+class DecodePlan(Plan):
+    """The plan of batch decode. The first fields are arguments of `batch_decode`, under its names."""
 
     partials: Any = None
     schedule: Any = None
@@ -121,6 +135,8 @@ class DecodePlan(NamedTuple):
     lengths: tuple[Any, Any, Any] = (None, None, None)  # indptr, last_page_len, kv_len
     # The kernel and the schedule
     choice: Any = None
+    exact: Any = None  # the choice with the mask and the tiles of the plan, which its runs ask for
+    q_tiles: int = 0  # of a request
     most_ctas: int = ops.MAX_RANGES  # fewer than fit, where another kernel runs beside this one
     scheduled: tuple[int, int] | None = None  # (window_left, num_ctas) of the schedule on the device
     scale: float = 1.0  # sm_scale or its default
@@ -132,10 +148,6 @@ class DecodePlan(NamedTuple):
     @property
     def page_shape(self) -> tuple[int, int]:
         return (self.page_size, self.num_kv_heads) if self.kv_layout == 0 else (self.num_kv_heads, self.page_size)
-
-    @property
-    def q_tiles(self) -> int:
-        return ops.num_q_tiles(self.num_qo_heads, self.num_kv_heads, self.q_len, self.heads_per_tile)
 
 
 class DecodeWorkspaces:
@@ -150,7 +162,6 @@ class DecodeWorkspaces:
 
     def __init__(self, int_workspace: torch.Tensor, float_workspace: torch.Tensor, capacity: int | None) -> None:
         self.int_workspace, self.float_workspace, self.capacity = int_workspace, float_workspace, capacity
-        self._carved: dict[Any, ops.Buffers] = {}
 
     def sizes(self, plan: DecodePlan, indices: int, choice: Choice | None) -> ops.Sizes:
         """Sizes of the buffers for a table of this many page indices. choice: None for the fallback."""
@@ -165,42 +176,30 @@ class DecodeWorkspaces:
         schedule, partials = _bytes(self.sizes(plan, plan.page_indices.numel(), None), plan.head_dim)
         return (0, schedule + partials) if schedule + partials <= self.int_workspace.nbytes else (partials, schedule)
 
-    def buffers(self, plan: DecodePlan) -> ops.Buffers:
+    def work(self, plan: DecodePlan, indices: int) -> int:
+        """What the sizes of buffers depend on: the page indices of chunks; else 1 where there is little work, or 0."""
+        if plan.split_kv > 0:
+            return indices
+        return int(indices * plan.page_size // ops.KV_TILE * plan.q_tiles <= ops.MOST_TILES_OF_TWO_CTAS)
+
+    def buffers(self, plan: DecodePlan, work: int) -> ops.Buffers:
         """The buffers of a plan, at the same addresses for plans of the same shape."""
-        indices = plan.page_indices.numel()
-        if plan.split_kv <= 0:  # sizes depend on whether there is little work; then one page stands for all
-            indices = int(indices * plan.page_size // ops.KV_TILE * plan.q_tiles <= ops.MOST_TILES_OF_TWO_CTAS)
-        key = (
-            plan.batch_size, indices, plan.num_qo_heads, plan.num_kv_heads, plan.page_size, plan.q_len, plan.split_kv,
-            plan.choice, plan.most_ctas, plan.head_dim, plan.head_dim_vo,
-        )  # fmt: skip
-        found = self._carved.get(key)
-        if found is None:
-            if len(self._carved) == _MAX_CARVED:
-                self._carved.clear()
-            if plan.head_dim_vo == plan.head_dim:
-                sizes, fallback = (self.sizes(plan, indices, choice) for choice in (plan.choice, None))
-            else:  # the planned schedule has the sizes for which its own head dim left room
-                schedule, partials, *numbers = self.buffers(plan._replace(head_dim_vo=plan.head_dim))
-                sizes = fallback = ops.Sizes(schedule.numel(), partials.shape[0], *numbers)
-            found = carve(self.int_workspace, self.float_workspace, plan.head_dim_vo, sizes, fallback)
-            self._carved[key] = found
-        return found
+        if plan.head_dim_vo == plan.head_dim:
+            sizes, fallback = (self.sizes(plan, work, choice) for choice in (plan.choice, None))
+        else:  # the planned schedule has the sizes for which its own head dim left room
+            schedule, partials, *numbers = self.buffers(plan.replace(head_dim_vo=plan.head_dim), work)
+            sizes = fallback = ops.Sizes(schedule.numel(), partials.shape[0], *numbers)
+        return carve(self.int_workspace, self.float_workspace, plan.head_dim_vo, sizes, fallback)
 
-    def scheduled(self, plan: DecodePlan) -> DecodePlan:
-        """The plan with its buffers, and with its schedule on the device."""
-        buffers = self.buffers(plan)
-        scheduled = plan.window_left, buffers.num_ctas
-        if plan.scheduled != scheduled:
-            ops.plan(
-                buffers, *plan.lengths, plan.page_size, plan.q_tiles, q_len=plan.q_len, window_left=plan.window_left
-            )
+    def sized(self, plan: DecodePlan, work: int) -> DecodePlan:
+        """The plan with its buffers, and the scale of its scores."""
+        buffers = self.buffers(plan, work)
         scale = plan.head_dim**-0.5 if plan.sm_scale is None else plan.sm_scale
-        return plan._replace(**buffers._asdict(), scheduled=scheduled, scale=scale)
+        return plan.replace(**buffers._asdict(), scheduled=(plan.window_left, buffers.num_ctas), scale=scale)
 
 
-class PrefillPlan(NamedTuple):
-    """What a plan fixes for its runs, as DecodePlan. The first fields are arguments of `batch_prefill`."""
+class PrefillPlan(Plan):
+    """The plan of batch prefill. The first fields are arguments of `batch_prefill`."""
 
     schedule: Any = None
     kv_layout: int = 0
@@ -247,6 +246,14 @@ class PrefillPlan(NamedTuple):
     scheduled: Any = None
     scale: float = 1.0  # sm_scale or its default
     out_dtype: Any = None  # of results that run allocates
+    splits_kv: bool = True  # whether keys may be split
+    max_partials: int = 0
+    short_tile_tokens: int = 0
+
+    @property
+    def wanted_scale(self) -> float:
+        scale: float = self.head_dim_qk**-0.5 if self.sm_scale is None else self.sm_scale
+        return scale
 
     @property
     def kept(self) -> str:

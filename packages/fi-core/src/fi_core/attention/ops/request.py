@@ -59,7 +59,7 @@ class Facts(NamedTuple):
 def by_variant(function: Callable[..., Any], op: Op, plan: Any, variant: Any) -> Callable[..., Any]:
     """The op with the fields of a plan and a user's variant, which takes what a planned call takes."""
     rest = [a.name for a in op.parsed if a.name not in op.planned]
-    fixed = {name: value for name, value in plan._asdict().items() if name in op.planned}
+    fixed = {name: getattr(plan, name) for name in op.planned}
     return lambda *values: function(**fixed, **dict(zip(rest, values)), variant=variant)
 
 

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 from fi_core.attention.contract import check_workspace, computed, encoding, per_head, scale_product
 from fi_core.attention.wrappers import planners
 from fi_core.attention.wrappers.plan_state import PlanState
+from fi_core.runtime.launch.operator import is_rehearsing
 from fi_core.utils import PosEncodingMode, check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
     import torch
 
     from fi_core.runtime.dispatch import Choice
+
+_MOST_SHAPES = 64  # of a wrapper; an engine may plan batches of many sizes
 
 
 def check_results(
@@ -51,6 +54,31 @@ def run_scales(
         sm_scale, out_scale = sm_scale * scale_qk, out_scale * scale_vo
     tensors = *by_head, bmm1, bmm2, *kv_scales
     return sm_scale, out_scale, () if all(x is None for x in tensors) else tensors
+
+
+class Shapes:
+    """What plans of the same arguments share, by these arguments: only their tables differ. It is of a wrapper's
+    workspaces.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Any, tuple[Any, dict[Any, Any]]] = {}
+
+    def find(self, key: tuple[Any, ...]) -> tuple[Any, dict[Any, Any]] | None:
+        """A plan without tables, and what else is kept with it; None: it is not known, or an argument is refused."""
+        try:
+            return None if is_rehearsing() else self._found.get(key)
+        except TypeError:  # not hashable
+            return None
+
+    def keep(self, key: tuple[Any, ...], plan: Any) -> tuple[Any, dict[Any, Any]]:
+        if len(self._found) == _MOST_SHAPES:
+            self._found.clear()
+        found = plan, dict[Any, Any]()
+        # Tensors and arrays may change in place, or are not hashable.
+        if not is_rehearsing() and not any(hasattr(x, "shape") for x in key):
+            self._found[key] = found
+        return found
 
 
 class PinnedMirror:
@@ -129,9 +157,9 @@ class BatchWrapper(PinnedMirror, PlanState):
         check_workspace(float_workspace_buffer, "float_workspace_buffer", contiguous=False)
         check_workspace(int_workspace_buffer, "int_workspace_buffer")
         self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer
-        self._pinned = None
+        self._pinned, self._shapes = None, Shapes()
         self._reset_plan()
-        self._plan, self._call = self._plan._replace(scheduled=None), None
+        self._plan, self._call = self._plan.replace(scheduled=None), None
         self.last_choice = None
         self._cached_module: Any = None
         planners.add(self)
@@ -142,7 +170,7 @@ class BatchWrapper(PinnedMirror, PlanState):
         for name, value in fields.items():
             had = getattr(plan, name)
             if had is not value and not ({type(had), type(value)} <= {int, float} and had == value):
-                self._plan, self._call = plan._replace(**fields), None
+                self._plan, self._call = plan.replace(**fields), None
                 break
         return self._plan
 

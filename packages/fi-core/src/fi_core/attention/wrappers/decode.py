@@ -194,9 +194,14 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         """The plan and its call, made anew: for values of this head dim, or because an option has changed."""
         if self._plan_info is None:
             raise self._no_plan()
-        plan = self._plan if not head_dim_vo else self._plan._replace(head_dim_vo=head_dim_vo)
-        choice = self._choose(plan, plan.head_dim_vo)
-        return self._set_call(self._workspaces.scheduled(plan), choice), self._call
+        plan = self._plan if not head_dim_vo else self._plan.replace(head_dim_vo=head_dim_vo)
+        exact = self._choose(plan, plan.head_dim_vo, exact=True)
+        work = self._workspaces.work(plan, plan.page_indices.numel())
+        made = self._workspaces.sized(plan.replace(exact=exact), work)
+        if made.scheduled != plan.scheduled:
+            self._schedule(made)
+        self._set_call(made)
+        return made, self._call
 
     def _explain(self, error: Exception, plan: DecodePlan, values: tuple[Any, ...]) -> None:
         """Raises the error that names the argument of a refused run that differs from its plan.
@@ -222,7 +227,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         check_call(plan, out, lse, q, k, v, tensors[-1] if tensors else None)
         if self._variant is not None:
             variant = self._variant.launch(plan, q, args, _NO_MASK, *scales)
-            plan = plan._replace(pos_encoding=self._variant.encoding(plan))
+            plan = plan.replace(pos_encoding=self._variant.encoding(plan))
             call = by_variant(ops.batch_decode, ops.BATCH_DECODE, plan, variant)
             return call(*values, *tensors)  # type: ignore[no-any-return]
         assert self._cudnn is not None

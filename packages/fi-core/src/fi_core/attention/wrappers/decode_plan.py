@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from fi_core.attention.contract import (
     check_graph_buffer,
     check_length,
     check_nvfp4,
+    check_shape,
     check_workspace,
     code,
     computed,
@@ -198,10 +198,10 @@ class BatchDecodePlan(BatchWrapper):
         Returns:
             (bytes of the float workspace, bytes of the int workspace).
         """
-        plan = self._plan._replace(
+        plan = DecodePlan(
             batch_size=indptr.numel() - 1, page_indices=indices, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
             head_dim=head_dim, page_size=page_size, q_len=q_len_per_req,
-            split_kv=split_kv_of(fixed_split_size, page_size, False),
+            split_kv=split_kv_of(fixed_split_size, page_size, False), most_ctas=self._plan.most_ctas,
         )  # fmt: skip
         return self._workspaces.bytes_for(plan)
 
@@ -281,30 +281,50 @@ class BatchDecodePlan(BatchWrapper):
             NotImplementedError: window_right with backend "cudnn".
             UnsupportedError: the backend does not support the request.
         """
-        self._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
-        if not isinstance(window_right, int) or window_right < -1:
-            raise ValueError(f"window_right: -1 or more is required; got {window_right!r}")
-        if is_causal is not None and not is_causal:
-            window_right = -1
-        self._check_table(indptr, indices, last_page_len, seq_lens, page_size, q_len_per_req)
-        plan = self._plan
-        tables: tuple[Any, ...] = plan.indptr, plan.last_page_len, plan.page_indices
-        if self._use_cuda_graph:
-            _copy(tables, (indptr, last_page_len, indices), non_blocking)
-        else:
-            given = {"indptr": indptr, "last_page_len": last_page_len, "indices": indices}
-            tables = tuple(self._on_device(name, table, non_blocking) for name, table in given.items())
-        plan = plan._replace(
-            indptr=tables[0], last_page_len=tables[1], page_indices=tables[2], block_tables=block_tables,
-            window_right=window_right, window_left=window_left,
-            **type_fields(q_data_type, kv_data_type, o_data_type, data_type),
-            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size,
-            q_len=q_len_per_req, split_kv=split_kv_of(fixed_split_size, page_size, disable_split_kv),
-            **scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta),
+        self._forget_plan()
+        batch_size, own = self._check_table(indptr, indices, last_page_len, seq_lens), self._plan
+        self._check_q_len(q_len_per_req)
+        key = (
+            batch_size, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, window_right,
+            logits_soft_cap, q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta,
+            fixed_split_size, disable_split_kv, q_len_per_req, is_causal, own.most_ctas,
         )  # fmt: skip
-        self._end(plan, (tables[0], tables[1], seq_lens), non_blocking)
+        plan, sized = self._shapes.find(key) or self._new_shape(key)
+        if q_len_per_req != 1:
+            self._check_lengths(indptr, last_page_len, seq_lens, page_size, q_len_per_req)
+        if self._use_cuda_graph:
+            starts, last, pages = own.indptr, own.last_page_len, own.page_indices
+            _copy((starts, last, pages), (indptr, last_page_len, indices), non_blocking)
+        else:
+            starts = self._on_device("indptr", indptr, non_blocking)
+            last = self._on_device("last_page_len", last_page_len, non_blocking)
+            pages = self._on_device("indices", indices, non_blocking)
+        self._end(
+            plan, (starts, last, seq_lens), non_blocking, sized, indptr=starts, last_page_len=last, page_indices=pages,
+            block_tables=block_tables,
+        )  # fmt: skip
 
     begin_forward = plan
+
+    def _new_shape(self, key: tuple[Any, ...]) -> tuple[DecodePlan, dict[int, DecodePlan]]:
+        """A plan without tables for the options of `plan`, and what else is kept with it."""
+        (
+            batch_size, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding, window_left, window_right,
+            soft_cap, q_dtype, kv_dtype, o_dtype, dtype, *scales, fixed_split_size, disable_split_kv, q_len, is_causal,
+            most_ctas,
+        ) = key  # fmt: skip
+        check_shape(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
+        if not isinstance(window_right, int) or window_right < -1:
+            raise ValueError(f"window_right: -1 or more is required; got {window_right!r}")
+        plan = DecodePlan(
+            kv_layout=self._plan.kv_layout, backend=self._plan.backend, most_ctas=most_ctas, batch_size=batch_size,
+            window_right=window_right if is_causal is None or is_causal else -1, window_left=window_left,
+            **type_fields(q_dtype, kv_dtype, o_dtype, dtype),
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size, q_len=q_len,
+            split_kv=split_kv_of(fixed_split_size, page_size, disable_split_kv),
+            **scores(pos_encoding, soft_cap, *scales),
+        )  # fmt: skip
+        return self._shapes.keep(key, self._shaped(plan))
 
     def _keys_behind(self, batch_size: int, q_len: int, window_right: int) -> torch.Tensor | None:
         """The draft mask of queries that attend to keys behind their own; kept, so that CUDA graphs find it again."""
@@ -321,11 +341,11 @@ class BatchDecodePlan(BatchWrapper):
             self._masks[key] = pack_drafts(seen.expand(batch_size, q_len, q_len))
         return self._masks[key]
 
-    def _check_table(
-        self, indptr: Any, indices: Any, last_page_len: Any, seq_lens: Any, page_size: int, q_len: int
-    ) -> None:
+    def _check_table(self, indptr: Any, indices: Any, last_page_len: Any, seq_lens: Any) -> int:
+        """Checks the tables of a plan, and returns the batch size."""
         try:
-            batch_size, bounds, _ = last_page_len.numel(), indptr.numel(), indices.numel()
+            batch_size: int = last_page_len.numel()
+            bounds, count = indptr.numel(), indices.numel()
         except AttributeError as error:
             blame(error, indptr=indptr, indices=indices, last_page_len=last_page_len)
         if bounds != batch_size + 1:
@@ -333,59 +353,86 @@ class BatchDecodePlan(BatchWrapper):
         check_length(last_value(indptr, "indptr"), indices, "indices")
         if seq_lens is not None and seq_lens.numel() != batch_size:
             raise ValueError(f"seq_lens: length {batch_size} is required, the batch size; got {seq_lens.numel()}")
-        if q_len != 1:
-            if q_len < 1 or not self._use_tensor_cores:
-                raise ValueError(f"q_len_per_req: at least 1, and 1 without use_tensor_cores, is required; got {q_len}")
-            tables = (seq_lens,) if seq_lens is not None else (indptr, last_page_len)
-            if all(table.device.type == "cpu" for table in tables):
-                check_lengths(lengths(indptr, last_page_len, seq_lens, page_size), q_len)
         if not self._use_cuda_graph:
-            return
+            return batch_size
         if batch_size != self._fixed_batch_size:
             raise ValueError(
                 f"indptr: the batch size is fixed at {self._fixed_batch_size} by use_cuda_graph; got {batch_size}"
             )
         room = self._paged_kv_indices_buf.numel()
-        if indices.numel() > room:
-            raise ValueError(f"indices: paged_kv_indices_buffer has room for {room}; got {indices.numel()}")
-        if self._was_planned and q_len != self._q_len_per_req:
+        if count > room:
+            raise ValueError(f"indices: paged_kv_indices_buffer has room for {room}; got {count}")
+        return batch_size
+
+    def _check_q_len(self, q_len: int) -> None:
+        if q_len != 1 and (q_len < 1 or not self._use_tensor_cores):
+            raise ValueError(f"q_len_per_req: at least 1, and 1 without use_tensor_cores, is required; got {q_len}")
+        if self._use_cuda_graph and self._was_planned and q_len != self._q_len_per_req:
             raise ValueError(
                 f"q_len_per_req: fixed at {self._q_len_per_req} by the first plan with use_cuda_graph; got {q_len}"
             )
 
-    def _end(self, plan: DecodePlan, tables: tuple[Any, Any, Any], non_blocking: bool = True) -> list[int]:
-        """Completes a plan: chooses its kernel, and computes its schedule on the device.
+    def _check_lengths(self, indptr: Any, last_page_len: Any, seq_lens: Any, page_size: int, q_len: int) -> None:
+        """Raises ValueError for a request of fewer tokens than its queries, if all tables are on the host."""
+        tables = (seq_lens,) if seq_lens is not None else (indptr, last_page_len)
+        if all(table.device.type == "cpu" for table in tables):
+            check_lengths(lengths(indptr, last_page_len, seq_lens, page_size), q_len)
 
-        tables: indptr, last_page_len and lengths or None, on any device; lengths take precedence over last_page_len.
+    def _shaped(self, plan: DecodePlan) -> DecodePlan:
+        """A plan without tables, with what follows from its options: the kernel and its tiles."""
+        choice, heads = self._choose(plan), (plan.num_qo_heads, plan.num_kv_heads)
+        per_tile = ops.heads_per_tile(choice, plan.batch_size, *heads, plan.q_len, plan.split_kv)
+        plan = plan.replace(
+            choice=choice, mask=self._keys_behind(plan.batch_size, plan.q_len, plan.window_right),
+            rows=plan.batch_size * plan.q_len, heads_per_tile=per_tile, head_dim_vo=plan.head_dim,
+            q_tiles=ops.num_q_tiles(*heads, plan.q_len, per_tile),
+        )  # fmt: skip
+        return plan.replace(exact=self._choose(plan, exact=True))
+
+    def _end(
+        self, plan: DecodePlan, lengths: tuple[Any, Any, Any], non_blocking: bool = True,
+        sized: dict[int, DecodePlan] | None = None, **tables: Any,
+    ) -> list[int]:  # fmt: skip
+        """Completes a plan: computes its schedule on the device, and makes the call of its kernel.
+
+        plan: of `_shaped`. lengths: indptr, last_page_len and lengths or None, on any device; the lengths take
+        precedence over last_page_len. sized: plans of this shape with their buffers. tables: fields of the plan.
         """
-        indptr, last_page_len, kv_lens = tables
-        batch_size, heads = indptr.numel() - 1, (plan.num_qo_heads, plan.num_kv_heads)
-        choice = self._choose(plan)
+        indptr, last_page_len, kv_lens = lengths
         if kv_lens is not None:
             kv_lens, last_page_len = self._on_device("kv_lens", kv_lens, non_blocking), None
-        plan = plan._replace(
-            batch_size=batch_size, rows=batch_size * plan.q_len, choice=choice,
-            mask=self._keys_behind(batch_size, plan.q_len, plan.window_right),
-            lengths=(self._on_device("planned_indptr", indptr, non_blocking), last_page_len, kv_lens),
-            heads_per_tile=ops.heads_per_tile(choice, batch_size, *heads, plan.q_len, plan.split_kv),
-            head_dim_vo=plan.head_dim, scheduled=None,
-        )  # fmt: skip
-        self.last_choice = choice
-        self._plan = plan = self._workspaces.scheduled(plan)
+        lengths = self._on_device("planned_indptr", indptr, non_blocking), last_page_len, kv_lens
+        work = self._workspaces.work(plan, tables["page_indices"].numel())
+        found = sized.get(work) if sized is not None else None
+        if found is None:
+            found = self._workspaces.sized(plan, work)
+            if sized is not None:
+                sized[work] = found
+        plan = found.replace(lengths=lengths, **tables)
+        self._schedule(plan)
+        self.last_choice = plan.choice
         if self._cudnn is not None:
             self._plan_cudnn(plan)
-        self._set_call(plan, choice)
+        self._set_call(plan)
         self._cached_module = planners.PLANNER if self._use_tensor_cores else planners.DECODE_PLANNER
-        return self._end_plan([batch_size, plan.q_tiles, plan.num_ctas, plan.split_kv, plan.q_len, plan.window_left])
+        return self._end_plan(
+            [plan.batch_size, plan.q_tiles, plan.num_ctas, plan.split_kv, plan.q_len, plan.window_left]
+        )
 
-    def _set_call(self, plan: DecodePlan, choice: Choice) -> DecodePlan:
-        """Makes this the plan, and the call of the kernel of a choice that runs it."""
+    def _schedule(self, plan: DecodePlan) -> None:
+        """Computes the schedule of a plan on the device."""
+        indptr, last_page_len, kv_len = plan.lengths
+        ops.decode_plan(
+            plan.schedule, indptr, last_page_len, kv_len, page_size=plan.page_size, q_tiles=plan.q_tiles,
+            num_ctas=plan.num_ctas, num_ranges=plan.num_ranges, split_kv=plan.split_kv, q_len=plan.q_len,
+            window_left=plan.window_left,
+        )  # fmt: skip
+
+    def _set_call(self, plan: DecodePlan) -> None:
+        """Makes this the plan, and the call of the kernel that runs it."""
         self._plan = self._call = plan  # cuDNN and a user's variant have no planned call
         if self._cudnn is None and self._variant is None:
-            if plan.mask is not None or plan.heads_per_tile > 1:  # the request of runs says so, too
-                choice = self._choose(plan, plan.head_dim_vo, exact=True)
-            self._call = ops.plan_run(choice, self.device, functools.partial(check_call, plan), plan)
-        return plan
+            self._call = ops.plan_run(plan.exact, self.device, check_call, plan)
 
     def _plan_lengths(self, fields: dict[str, Any], tables: tuple[Any, Any, Any], rows: int, split: Any) -> list[int]:
         """The plan of `planners.Planner`. All requests have the same number of rows.
@@ -394,11 +441,13 @@ class BatchDecodePlan(BatchWrapper):
         disable_split_kv.
         """
         _, indptr, kv_lens = tables
-        q_len = rows // (indptr.numel() - 1) if indptr.numel() > 1 else 1
+        batch_size = indptr.numel() - 1
+        q_len = rows // batch_size if batch_size > 0 else 1
         dims = {"head_dim": fields.pop("head_dim_qk"), "q_len": q_len}
         del fields["head_dim_vo"], fields["causal"]
         split_kv = split_kv_of(split[0], fields["page_size"], split[1])
-        return self._end(self._plan._replace(split_kv=split_kv, **dims, **fields), (indptr, None, kv_lens))
+        plan = self._plan.replace(batch_size=batch_size, split_kv=split_kv, **dims, **fields)
+        return self._end(self._shaped(plan), (indptr, None, kv_lens), page_indices=plan.page_indices)
 
     def _plan_cudnn(self, plan: DecodePlan) -> None:
         assert self._cudnn is not None

@@ -321,7 +321,7 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
             )  # fmt: skip
         except Exception as error:  # in the words of the plan, if the call differs from it
             try:
-                self._check_call(None, None, q_nope, q_pe, ckv_cache, kpe_cache)
+                self._check_call(None, None, None, q_nope, q_pe, ckv_cache, kpe_cache)
                 check_results(q_nope, q_nope.shape, q_nope.dtype, *given)
             except (AttributeError, RuntimeError, IndexError) as found:
                 if isinstance(error, (AttributeError, RuntimeError, IndexError)):
@@ -366,7 +366,7 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
         return ckv, _scale(kpe_scale, "kpe_scale") if self._head_dim_kpe else ckv
 
     def _check_call(
-        self, out: Any, lse: Any, q_nope: Any, q_pe: Any, ckv_cache: Any, kpe_cache: Any, *rest: Any
+        self, plan: Any, out: Any, lse: Any, q_nope: Any, q_pe: Any, ckv_cache: Any, kpe_cache: Any, *rest: Any
     ) -> None:
         """Raises the error that names the input that differs from the plan."""
         for name, tensor, dtype in (

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import check_length, scores, type_fields, unpack
+from fi_core.attention.contract import check_length, scores, unpack
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.log import fi_api
@@ -66,6 +66,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         LibraryError: "cudnn" without its frontend.
         CompileError: the variant does not compile; the errors of the generator are raised as well.
     """
+
+    _is_paged = True
 
     def __init__(
         self,
@@ -210,27 +212,27 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             KeyError: pos_encoding_mode.
             UnsupportedError: the backend does not support the request.
         """
-        head_dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
-        self._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
+        self._forget_plan()
         tables = qo_indptr, paged_kv_indptr
-        fields = self._check_batch(*tables, paged_kv_last_page_len=paged_kv_last_page_len, seq_lens=seq_lens)
-        check_length(fields["kv_last"], paged_kv_indices, "paged_kv_indices")
-        fields |= scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        fields |= type_fields(q_data_type, kv_data_type, o_data_type)
-        plan, place = self._plan, functools.partial(self._placed, non_blocking)
-        plan = plan._replace(
-            qo_indptr=place("qo_indptr", plan.qo_indptr, qo_indptr),
-            indptr=place("paged_kv_indptr", plan.indptr, paged_kv_indptr),
-            page_indices=place("paged_kv_indices", plan.page_indices, paged_kv_indices),
-            last_page_len=place("paged_kv_last_page_len", plan.last_page_len, paged_kv_last_page_len),
-            block_tables=block_tables, causal=causal, window_left=window_left, num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo, page_size=page_size, **fields,
+        batch = self._check_batch(*tables, paged_kv_last_page_len=paged_kv_last_page_len, seq_lens=seq_lens)
+        check_length(batch["kv_last"], paged_kv_indices, "paged_kv_indices")
+        dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
+        options = (
+            num_qo_heads, num_kv_heads, head_dim_qk, dim_vo, page_size, causal, window_left, pos_encoding_mode,
+            logits_soft_cap, sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type,
         )  # fmt: skip
+        shape = self._shape(batch["batch_size"], options, (fixed_split_size, disable_split_kv))
+        own, place = self._plan, self._placed
+        batch["qo_indptr"] = place(non_blocking, "qo_indptr", own.qo_indptr, qo_indptr)
+        batch["indptr"] = place(non_blocking, "paged_kv_indptr", own.indptr, paged_kv_indptr)
+        batch["page_indices"] = place(non_blocking, "paged_kv_indices", own.page_indices, paged_kv_indices)
+        last = place(non_blocking, "paged_kv_last_page_len", own.last_page_len, paged_kv_last_page_len)
+        batch |= {"last_page_len": last, "block_tables": block_tables}
         kv_lens = functools.partial(_lengths, paged_kv_indptr, paged_kv_last_page_len, seq_lens, page_size)
         self._plan_batch(
-            plan, (*tables, None, seq_lens), (custom_mask, packed_custom_mask, kv_lens),
+            shape, batch, (*tables, seq_lens), (custom_mask, packed_custom_mask, kv_lens),
             (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
-            (max_token_per_sequence, max_sequence_kv), (fixed_split_size, disable_split_kv), non_blocking,
+            (max_token_per_sequence, max_sequence_kv), non_blocking,
         )  # fmt: skip
 
     begin_forward = plan

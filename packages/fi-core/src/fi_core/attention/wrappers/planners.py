@@ -7,7 +7,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import scores, type_fields
+from fi_core.attention.contract import check_shape, scores, type_fields
 from fi_core.attention.ops.decode import BALANCED
 from fi_core.attention.schedule import split_kv_of
 from fi_core.observe.log import fi_api
@@ -129,11 +129,12 @@ class DecodePlanner:
         """
         wrapper = owner(int_workspace_buffer)
         wrapper._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim_qk)
-        plan = wrapper._plan._replace(
-            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim_qk, page_size=page_size, q_len=1,
-            window_left=window_left, soft_cap=logits_soft_cap or 0.0, split_kv=BALANCED,
-        )  # fmt: skip
-        return wrapper._end(plan, (indptr, plan.last_page_len, None))  # type: ignore[no-any-return]
+        plan = wrapper._shaped(wrapper._plan.replace(
+            batch_size=indptr.numel() - 1, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim_qk,
+            page_size=page_size, q_len=1, window_left=window_left, soft_cap=logits_soft_cap or 0.0, split_kv=BALANCED,
+        ))  # fmt: skip
+        lengths, pages = (indptr, plan.last_page_len, None), plan.page_indices
+        return wrapper._end(plan, lengths, page_indices=pages)  # type: ignore[no-any-return]
 
     def run(self, wrapper: Any, *args: Any, **options: Any) -> Any:
         return wrapper.run(*args, **options)
@@ -196,20 +197,23 @@ def fast_decode_plan(
     if self._plan_info is None:
         raise RuntimeError("fast_decode_plan: call plan once before")
     self._forget_plan()
-    self._check_table(indptr, indices, last_page_len, None, page_size, q_len_per_req)
-    plan = self._plan
+    batch_size, plan = self._check_table(indptr, indices, last_page_len, None), self._plan
+    tables = {name: getattr(plan, name) for name in ("indptr", "page_indices", "last_page_len")}
     if not self._use_cuda_graph:
-        plan = plan._replace(indptr=indptr, page_indices=indices, last_page_len=last_page_len)
-    plan = plan._replace(
-        num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size,
-        q_len=q_len_per_req, window_left=window_left, window_right=0,
+        tables = {"indptr": indptr, "page_indices": indices, "last_page_len": last_page_len}
+    self._check_q_len(q_len_per_req)
+    if q_len_per_req != 1:
+        self._check_lengths(indptr, last_page_len, None, page_size, q_len_per_req)
+    plan = plan.replace(
+        batch_size=batch_size, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+        page_size=page_size, q_len=q_len_per_req, window_left=window_left, window_right=0,
         **type_fields(q_data_type, kv_data_type, None, data_type),
         **scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta),
     )  # fmt: skip
     try:
-        self._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
-        plan = plan._replace(split_kv=split_kv_of(fixed_split_size, page_size, disable_split_kv))
-        self._end(plan, (plan.indptr, plan.last_page_len, None), non_blocking)
+        check_shape(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
+        plan = self._shaped(plan.replace(split_kv=split_kv_of(fixed_split_size, page_size, disable_split_kv)))
+        self._end(plan, (tables["indptr"], tables["last_page_len"], None), non_blocking, **tables)
     except ValueError as error:
         raise PlanError(f"Error in standard plan: {error}") from error
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import check_graph_buffer, check_nvfp4, row_elements, unpack
+from fi_core.attention.contract import check_graph_buffer, check_nvfp4, last_value, row_elements, unpack
 from fi_core.attention.schedule import PrefillPlan
 from fi_core.attention.wrappers.base import check_results
+from fi_core.runtime.errors import blame
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -101,3 +102,57 @@ def variant_tensors(plan: PrefillPlan, k_scales: Any, v_scales: Any) -> dict[str
         "maybe_k_cache_sf": k_scales,
         "maybe_v_cache_sf": v_scales,
     }
+
+
+def batch_of(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, lengths: Mapping[str, Any]) -> tuple[int, int | None]:
+    """The batch size, and the rows of queries if they are known on the host. Raises ValueError for other sizes.
+
+    lengths: tables with an element for each request, or None, by the names of arguments.
+    """
+    try:
+        fits = kv_indptr.numel() == qo_indptr.numel() > 0
+    except AttributeError as error:
+        blame(error, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
+    if not fits:
+        raise ValueError(
+            f"kv_indptr: length {qo_indptr.numel()} is required, that of qo_indptr (batch_size + 1); "
+            f"got {kv_indptr.numel()}"
+        )
+    batch_size, rows = qo_indptr.numel() - 1, last_value(qo_indptr, "qo_indptr")
+    for name, table in lengths.items():
+        if table is not None and table.numel() != batch_size:
+            raise ValueError(f"{name}: length {batch_size} is required, the batch size; got {table.numel()}")
+    return batch_size, rows
+
+
+def items_fields(
+    batch: int, prefix_len: Any, positions: Any, length: int, longest: Any, on_device: Callable[..., torch.Tensor]
+) -> dict[str, Any]:
+    """Multi-item scoring as fields of the plan: prefix lengths, and the position of each token within its item.
+
+    on_device: makes the device copy of a table, after its name.
+    """
+    import torch
+
+    fields = {
+        "prefix_len": prefix_len, "items": None, "item_positions": positions, "items_len": length,
+        "longest_item": longest,
+    }  # fmt: skip
+    if prefix_len is None:
+        return fields
+    given = 0 if positions is None else positions.numel()
+    if positions is None or not 0 < given <= batch * length:
+        raise ValueError(
+            f"token_pos_in_items_ptr: 1 to batch_size * token_pos_in_items_len = {batch} * {length} elements are "
+            f"required with prefix_len_ptr; got {None if positions is None else given}"
+        )
+    if prefix_len.numel() not in (1, batch):
+        raise ValueError(f"prefix_len_ptr: one element, or {batch}, is required; got {prefix_len.numel()}")
+    if positions.dtype is not torch.uint16:
+        raise ValueError(f"token_pos_in_items_ptr: dtype torch.uint16 is required; got {positions.dtype}")
+    fields["prefix_len"] = on_device("prefix_len", prefix_len.reshape(-1)).expand(batch).contiguous()
+    items = on_device("items", positions.reshape(-1))
+    if given < batch * length:  # the rest is padding, which may be left out
+        rest = torch.zeros(batch * length - given, dtype=torch.int16, device=items.device)
+        items = torch.cat((items.view(torch.int16), rest))
+    return {**fields, "items": items.view(torch.uint16).view(batch, length)}

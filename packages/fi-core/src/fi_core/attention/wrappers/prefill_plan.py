@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from fi_core.attention import mask
 from fi_core.attention.contract import (
     LAYOUTS,
     check_backend,
+    check_shape,
     check_workspace,
     code,
     computed,
@@ -17,6 +17,8 @@ from fi_core.attention.contract import (
     kv_type,
     last_value,
     scales_of,
+    scores,
+    type_fields,
     unpack,
 )
 from fi_core.attention.cudnn import planned as cudnn
@@ -28,9 +30,11 @@ from fi_core.attention.wrappers.base import BatchWrapper, float32, of_plan, run_
 from fi_core.attention.wrappers.prefill_arguments import (
     BACKENDS,
     FOREIGN,
+    batch_of,
     check_call,
     check_rows,
     fixed_batch_size,
+    items_fields,
     log_base,
     lse_shape,
     variant_tensors,
@@ -46,13 +50,15 @@ if TYPE_CHECKING:
 
     from fi_core.attention.custom import CustomAttention
 
-_INT_WORKSPACE = 8 << 20  # bytes; enough for a million work tiles
+_INT_WORKSPACE = 8 << 20  # enough for a million work tiles
+_SIZES = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "causal", "window_left")
 
 
 class BatchPrefillPlan(BatchWrapper):
     """The planning half of BatchPrefillWithPagedKVCacheWrapper and BatchPrefillWithRaggedKVCacheWrapper."""
 
     _plan: PrefillPlan
+    _is_paged: bool
     _causal, _qo_indptr_last, _kv_indptr_last = of_plan("causal"), of_plan("rows"), of_plan("kv_last")
     _qo_indptr_buf, _kv_indptr_buf = of_plan("qo_indptr"), of_plan("indptr")
     _head_dim_qk, _head_dim_vo = of_plan("head_dim_qk"), of_plan("head_dim_vo")
@@ -156,19 +162,7 @@ class BatchPrefillPlan(BatchWrapper):
 
     def _check_batch(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, **lengths: Any) -> dict[str, Any]:
         """Checks the shapes of the tables, and the limits of a CUDA graph. Returns fields of the plan."""
-        try:
-            fits = kv_indptr.numel() == qo_indptr.numel() > 0
-        except AttributeError as error:
-            blame(error, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
-        if not fits:
-            raise ValueError(
-                f"kv_indptr: length {qo_indptr.numel()} is required, that of qo_indptr (batch_size + 1); "
-                f"got {kv_indptr.numel()}"
-            )
-        batch_size, rows = qo_indptr.numel() - 1, last_value(qo_indptr, "qo_indptr")
-        for name, table in lengths.items():
-            if table is not None and table.numel() != batch_size:
-                raise ValueError(f"{name}: length {batch_size} is required, the batch size; got {table.numel()}")
+        batch_size, rows = batch_of(qo_indptr, kv_indptr, lengths)
         if self._use_cuda_graph:
             if batch_size != self._fixed_batch_size:
                 raise ValueError(
@@ -212,8 +206,9 @@ class BatchPrefillPlan(BatchWrapper):
 
         indptrs: of queries and keys; lengths: the kv_len of each request, on a given device.
         """
+        own = {"mask": self._plan.mask, "mask_indptr": self._plan.mask_indptr}
         if custom_mask is None and packed_custom_mask is None:
-            return {} if self._use_cuda_graph else {"mask": None, "mask_indptr": None}
+            return own if self._use_cuda_graph else {"mask": None, "mask_indptr": None}
         if self._use_cuda_graph and self._graph_masks is None:
             raise ValueError(
                 "custom_mask: with use_cuda_graph the wrapper needs custom_mask_buf and mask_indptr_buf; got None"
@@ -237,76 +232,77 @@ class BatchPrefillPlan(BatchWrapper):
             packed, bounds = mask.pack(flat, elements, self._graph_masks)
         if self._graph_masks is None:
             return {"mask": packed, "mask_indptr": bounds.to(self.device, non_blocking=non_blocking)}
-        self._plan.mask_indptr.copy_(bounds, non_blocking=non_blocking)
-        return {}
+        own["mask_indptr"].copy_(bounds, non_blocking=non_blocking)
+        return own
 
-    def _items(
-        self, batch: int, prefix_len: Any, positions: Any, length: int, longest: Any, non_blocking: bool
-    ) -> dict[str, Any]:
-        """Multi-item scoring as fields of the plan: prefix lengths, and the position of each token within its item."""
-        import torch
+    def _shape(self, batch_size: int, options: tuple[Any, ...], splits: tuple[Any, Any]) -> Any:
+        """A plan without tables, with the kernel and its tiles, and what else is kept for these options.
 
-        fields = {
-            "prefix_len": prefix_len, "items": None, "item_positions": positions, "items_len": length,
-            "longest_item": longest,
-        }  # fmt: skip
-        if prefix_len is None:
-            return fields
-        given = 0 if positions is None else positions.numel()
-        if positions is None or not 0 < given <= batch * length:
-            raise ValueError(
-                f"token_pos_in_items_ptr: 1 to batch_size * token_pos_in_items_len = {batch} * {length} elements are "
-                f"required with prefix_len_ptr; got {None if positions is None else given}"
-            )
-        if prefix_len.numel() not in (1, batch):
-            raise ValueError(f"prefix_len_ptr: one element, or {batch}, is required; got {prefix_len.numel()}")
-        if positions.dtype is not torch.uint16:
-            raise ValueError(f"token_pos_in_items_ptr: dtype torch.uint16 is required; got {positions.dtype}")
-        prefix_len = self._on_device("prefix_len", prefix_len.reshape(-1), non_blocking)
-        fields["prefix_len"] = prefix_len.expand(batch).contiguous()
-        items = self._on_device("items", positions.reshape(-1), non_blocking)
-        if given < batch * length:  # the rest is padding, which may be left out
-            rest = torch.zeros(batch * length - given, dtype=torch.int16, device=items.device)
-            items = torch.cat((items.view(torch.int16), rest))
-        return {**fields, "items": items.view(torch.uint16).view(batch, length)}
+        options: those of _SIZES, the five of the scores and three dtypes. splits: fixed_split_size, disable_split_kv.
+        """
+        key, own = (batch_size, *options, *splits, self._plan.num_ctas), self._plan
+        found = self._shapes.find(key)
+        if found is None:
+            sizes, rest = dict(zip(_SIZES, options)), options[len(_SIZES) :]
+            check_shape(options[0], options[1], options[4], head_dim_qk=options[2], head_dim_vo=options[3])
+            plan = PrefillPlan(
+                kv_layout=own.kv_layout, backend=own.backend, num_ctas=own.num_ctas, schedule=own.schedule,
+                batch_size=batch_size, splits_kv=not (splits[1] or (splits[0] or 0) > 0), **sizes, **scores(*rest[:5]),
+                **type_fields(*rest[5:]),
+            )  # fmt: skip
+            found = self._shapes.keep(key, plan)
+        return found
+
+    def _tiled(self, plan: PrefillPlan, kept: str = "") -> PrefillPlan:
+        """The plan with the kernel and its work tiles, which follow from its options and the mask that it will have."""
+        choice, heads = self._choose(plan, kept=kept), (plan.num_qo_heads, plan.num_kv_heads)
+        memory = self._partials if plan.splits_kv else None
+        max_partials = 0 if memory is None else ops.max_partials(choice, len(memory), plan.head_dim_vo)
+        return plan.replace(
+            choice=choice, max_partials=max_partials, partials=memory if max_partials else None,
+            tile_tokens=ops.tile_tokens(*heads, ops.q_tile_rows(choice)), out_dtype=self._out_dtype(plan),
+            short_tile_tokens=ops.short_tile_tokens(choice, *heads, plan.window_left >= 0), scale=plan.wanted_scale,
+        )  # fmt: skip
 
     def _plan_batch(
         self,
-        plan: PrefillPlan,
-        tables: tuple[Any, Any, Any, Any],
+        shape: Any,
+        batch: dict[str, Any],
+        tables: tuple[Any, Any, Any],
         masks: tuple[Any, Any, Any],
         items: tuple[Any, Any, int, Any],
         most: tuple[Any, Any],
-        splits: tuple[Any, Any],
         non_blocking: bool,
     ) -> None:
         """The end of `plan`: places masks and items, and completes the plan.
 
-        tables: qo_indptr, indptr, last_page_len and lengths; masks: custom_mask, packed_custom_mask, and the kv_len of
-        each request as a function of a device; items: prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len
-        and max_item_len_ptr; most: max_token_per_sequence, max_sequence_kv; splits: fixed_split_size,
-        disable_split_kv.
+        shape: of `_shape`; batch: the tables on the device and the number of rows, as fields of the plan; tables:
+        qo_indptr, indptr and lengths as given; masks: custom_mask, packed_custom_mask, and the kv_len of each request
+        as a function of a device; items: prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len and
+        max_item_len_ptr; most: max_token_per_sequence, max_sequence_kv.
         """
         custom, packed, lengths = masks
-        fields = self._masks(custom, packed, tables[:2], lengths, non_blocking)
-        fields |= self._items(plan.batch_size, *items, non_blocking)
+        plan, tiled = shape
+        fields = {**batch, **self._masks(custom, packed, tables[:2], lengths, non_blocking)}
+        fields["kv_tokens"] = (batch["kv_last"] or 0) * plan.page_size
+        if items[2] or not (items[0] is items[1] is items[3] is None):
+            fields |= items_fields(plan.batch_size, *items, lambda *x: self._on_device(*x, non_blocking))
         self._most = most
-        tables = plan.qo_indptr, plan.indptr, plan.last_page_len, tables[3]
-        self._end(plan._replace(**fields), tables, non_blocking, not (splits[1] or (splits[0] or 0) > 0))
+        kept = "items" if fields.get("items") is not None else "plain" if fields["mask"] is None else "custom"
+        if kept not in tiled:
+            tiled[kept] = self._tiled(plan, kept)
+        plan = tiled[kept].replace(**fields)
+        self._end(plan, (plan.qo_indptr, plan.indptr, plan.last_page_len, tables[2]), non_blocking)
 
-    def _end(self, plan: PrefillPlan, tables: tuple[Any, Any, Any, Any], non_blocking: bool, split: bool) -> list[int]:
-        """Completes a plan: chooses its kernel, and computes its work tiles on the device.
+    def _end(self, plan: PrefillPlan, tables: tuple[Any, Any, Any, Any], non_blocking: bool) -> list[int]:
+        """Completes a plan: computes its work tiles on the device, and makes the call of its kernel.
 
-        tables: qo_indptr, indptr, last_page_len and lengths or None, on any device; lengths take precedence over
-        last_page_len. split: whether keys may be split.
+        plan: of `_tiled`. tables: qo_indptr, indptr, last_page_len and lengths or None, on any device; lengths take
+        precedence over last_page_len.
         """
         qo_indptr, indptr, last_page_len, kv_lens = tables
-        heads, rows = (plan.num_qo_heads, plan.num_kv_heads), plan.rows or 0
-        self.last_choice = choice = self._choose(plan)
-        tokens = ops.tile_tokens(*heads, ops.q_tile_rows(choice))
-        memory = self._partials if split else None
-        max_partials = 0 if memory is None else ops.max_partials(choice, len(memory), plan.head_dim_vo)
-        words = ops.schedule_words(plan.batch_size, rows, tokens)
+        rows = plan.rows or 0
+        words = ops.schedule_words(plan.batch_size, rows, plan.tile_tokens)
         if words > plan.schedule.numel():
             raise ValueError(f"int_workspace_buffer: {4 * words} bytes are required; got {4 * plan.schedule.numel()}")
         qo_indptr = self._on_device("planned_qo_indptr", qo_indptr, non_blocking)
@@ -314,16 +310,11 @@ class BatchPrefillPlan(BatchWrapper):
         if kv_lens is not None:
             kv_lens, last_page_len = self._on_device("kv_lens", kv_lens, non_blocking), None
         ops.plan(
-            plan.schedule, plan.batch_size, tokens, qo_indptr, indptr, last_page_len, kv_lens,
-            page_size=plan.page_size, causal=plan.causal, window_left=plan.window_left, num_kv_heads=heads[1],
-            short_tile_tokens=ops.short_tile_tokens(choice, *heads, plan.window_left >= 0), max_partials=max_partials,
+            plan.schedule, plan.batch_size, plan.tile_tokens, qo_indptr, indptr, last_page_len, kv_lens,
+            page_size=plan.page_size, causal=plan.causal, window_left=plan.window_left,
+            num_kv_heads=plan.num_kv_heads, short_tile_tokens=plan.short_tile_tokens, max_partials=plan.max_partials,
         )  # fmt: skip
-        self._plan = plan = plan._replace(
-            choice=choice,
-            tile_tokens=tokens,
-            partials=memory if max_partials else None,
-            kv_tokens=(plan.kv_last or 0) * plan.page_size,
-        )
+        self.last_choice, self._plan = plan.choice, plan
         if self._cudnn is not None:
             most_q, most_kv = self._most
             requests = self._requests()
@@ -332,9 +323,11 @@ class BatchPrefillPlan(BatchWrapper):
                 (self._max_q_len if most_q is None else most_q, self._max_kv_len if most_kv is None else most_kv),
                 indptr, plan.page_indices, plan.page_size, qo_indptr,
             )  # fmt: skip
-        self._set_call(plan, choice)
+        self._set_call(plan)
         self._cached_module = planners.PLANNER
-        return self._end_plan([plan.batch_size, tokens, rows, plan.page_size, int(plan.causal), plan.window_left])
+        return self._end_plan(
+            [plan.batch_size, plan.tile_tokens, rows, plan.page_size, int(plan.causal), plan.window_left]
+        )
 
     def _plan_lengths(self, fields: dict[str, Any], tables: tuple[Any, Any, Any], rows: int, split: Any) -> list[int]:
         """The plan of `planners.Planner`. qo_indptr has the number of rows.
@@ -342,37 +335,43 @@ class BatchPrefillPlan(BatchWrapper):
         fields: of the plan; tables: qo_indptr, kv_indptr, lengths; split: fixed_split_size and disable_split_kv.
         """
         qo_indptr, indptr, kv_lens = tables
-        plan = self._plan._replace(**self._check_batch(qo_indptr, indptr), **fields)
-        return self._end(plan, (qo_indptr, indptr, None, kv_lens), True, not (split[1] or split[0] > 0))
+        batch = self._check_batch(qo_indptr, indptr)
+        kv_tokens = (batch["kv_last"] or 0) * fields["page_size"]
+        plan = self._plan.replace(splits_kv=not (split[1] or split[0] > 0), kv_tokens=kv_tokens, **batch, **fields)
+        return self._end(self._tiled(plan), (qo_indptr, indptr, None, kv_lens), True)
 
-    def _set_call(self, plan: PrefillPlan, choice: Choice) -> PrefillPlan:
-        """Makes this the plan, with what follows from its fields, and the call of the kernel that runs it."""
-        scale = plan.head_dim_qk**-0.5 if plan.sm_scale is None else plan.sm_scale
-        plan = plan._replace(scale=scale, out_dtype=self._out_dtype(plan))
+    def _set_call(self, plan: PrefillPlan) -> None:
+        """Makes this the plan, and the call of the kernel that runs it."""
         self._plan = self._call = plan  # cuDNN and a user's variant have no planned call
         if self._cudnn is None and self._variant is None:
-            check = functools.partial(check_call, plan, self._use_cuda_graph)
-            self._call = ops.plan_run(choice, self.device, check, plan)
-        return plan
+            self._call = ops.plan_run(plan.choice, self.device, self._check_call, plan)
+
+    def _check_call(self, plan: PrefillPlan, *values: Any) -> None:
+        check_call(plan, self._use_cuda_graph, *values)
 
     def _ready(self) -> PrefillPlan:
         """The plan, whose call is made anew if an option has changed."""
         if self._plan_info is None:
             raise self._no_plan()
-        return self._plan if self._call is not None else self._set_call(self._plan, self._choose(self._plan))
+        if self._call is None:
+            plan = self._plan
+            self._set_call(
+                plan.replace(choice=self._choose(plan), scale=plan.wanted_scale, out_dtype=self._out_dtype(plan))
+            )
+        return self._plan
 
     def _choose(
-        self, plan: PrefillPlan, scaled: bool = False, backend: str = "", alignment: int = LOAD_BYTES
+        self, plan: PrefillPlan, scaled: bool = False, backend: str = "", alignment: int = LOAD_BYTES, kept: str = ""
     ) -> Choice:
-        """The choice for runs of a plan."""
+        """The choice for runs of a plan. kept: the mask, if the plan does not have it yet."""
         out_dtype = self._out_dtype(plan)
         if self._variant is not None:
             self._variant.check(plan.q_dtype, plan.kv_dtype, out_dtype, plan.head_dim_qk, plan.head_dim_vo)
         facts = Facts(
             plan.q_dtype, kv_type(plan.kv_dtype), out_dtype, plan.head_dim_qk, plan.head_dim_vo,
-            plan.num_qo_heads // plan.num_kv_heads, 0 if plan.page_indices is None else plan.page_size,
-            PosEncodingMode(plan.pos_encoding).name, plan.kept, self._variant is None and plan.soft_cap > 0.0, scaled,
-            alignment=alignment,
+            plan.num_qo_heads // plan.num_kv_heads, plan.page_size if self._is_paged else 0,
+            PosEncodingMode(plan.pos_encoding).name, kept or plan.kept, self._variant is None and plan.soft_cap > 0.0,
+            scaled, alignment=alignment,
         )  # fmt: skip
         return planned(ops.BATCH_PREFILL, self.device, backend or self._allowed, *facts, ahead=self._variant is None)
 
@@ -491,8 +490,8 @@ class BatchPrefillPlan(BatchWrapper):
         # The kernel then applies no mask of its own.
         if self._variant_owns_mask or self._variant.declares("maybe_custom_mask"):
             causal = plan.causal and known["maybe_custom_mask"] is None and not self._variant_owns_mask
-            plan = plan._replace(mask=None, causal=causal)
-        plan = plan._replace(pos_encoding=encoding)
+            plan = plan.replace(mask=None, causal=causal)
+        plan = plan.replace(pos_encoding=encoding)
         q, k, v, out = inputs
         backend = self._variant.backend(q.device)
         self.last_choice = choice = self._choose(plan, bmm2 is not None, backend, alignment(q, k, v, out))

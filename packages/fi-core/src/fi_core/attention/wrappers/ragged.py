@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import scores, type_fields, unsupported
+from fi_core.attention.contract import scores, unsupported
 from fi_core.attention.schedule import PrefillPlan
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
@@ -34,6 +34,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
     Raises:
         ValueError: buffers; all other errors are those of BatchPrefillWithPagedKVCacheWrapper.
     """
+
+    _is_paged = False
 
     def __init__(
         self,
@@ -131,26 +133,22 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
             NotImplementedError: another v_indptr or o_indptr.
         """
         self._forget_plan()
-        head_dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
-        self._begin_plan(num_qo_heads, num_kv_heads, 1, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
         _require_same("v_indptr", v_indptr, "kv_indptr", kv_indptr)
         _require_same("o_indptr", o_indptr, "qo_indptr", qo_indptr)
-        fields = self._check_batch(qo_indptr, kv_indptr)
-        fields |= scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        fields |= type_fields(q_data_type, kv_data_type, o_data_type)
-        plan = self._plan
-        plan = plan._replace(
-            qo_indptr=self._placed(non_blocking, "qo_indptr", plan.qo_indptr, qo_indptr),
-            indptr=self._placed(non_blocking, "kv_indptr", plan.indptr, kv_indptr),
-            causal=causal, window_left=window_left,
-            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo,
-            **fields,
+        batch, own = self._check_batch(qo_indptr, kv_indptr), self._plan
+        dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
+        options = (
+            num_qo_heads, num_kv_heads, head_dim_qk, dim_vo, 1, causal, window_left, pos_encoding_mode,
+            logits_soft_cap, sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type,
         )  # fmt: skip
+        shape = self._shape(batch["batch_size"], options, (fixed_split_size, disable_split_kv))
+        batch["qo_indptr"] = self._placed(non_blocking, "qo_indptr", own.qo_indptr, qo_indptr)
+        batch["indptr"] = self._placed(non_blocking, "kv_indptr", own.indptr, kv_indptr)
         self._plan_batch(
-            plan, (qo_indptr, kv_indptr, None, None),
+            shape, batch, (qo_indptr, kv_indptr, None),
             (custom_mask, packed_custom_mask, lambda device: kv_indptr.to(device).diff()),
             (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
-            (max_token_per_sequence, max_sequence_kv), (fixed_split_size, disable_split_kv), non_blocking,
+            (max_token_per_sequence, max_sequence_kv), non_blocking,
         )  # fmt: skip
 
     begin_forward = plan

@@ -11,8 +11,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from fi_core.runtime.dispatch import AUTO, Choice, Request, choose
 from fi_core.runtime.launch import torch_op
@@ -28,19 +27,19 @@ from fi_core.runtime.spec.target import CPU, Target, cuda_target
 _MOST_REQUESTS = 4096  # that a host module keeps
 
 
-class Plan:
-    """A planned call: `call` takes what the plan does not fix. `values`: what it fixes; C++ reads these tensors."""
+class PlannedCall(NamedTuple):
+    """The call of an op with a plan, whose tensors C++ reads: see `Operator.plan`. learn: teaches it a kernel."""
 
-    __slots__ = ("call", "check", "learn", "values")
-
-    def __init__(self, learn: Any, call: Any, values: tuple[Any, ...], check: Callable[..., Plan | None]) -> None:
-        self.learn, self.call, self.values, self.check = learn, call, values, check
+    plan: Any
+    check: Callable[..., None]
+    call: Callable[..., Any]
+    learn: Callable[..., Any] | None
 
 
 class Operator:
     """The callable of an op, and the kernels that it has bound.
 
-    `function` takes all arguments, `planned_function` a Plan and the arguments that it does not fix. Both return the
+    `function` takes all arguments, `planned_function` a PlannedCall and the rest of them. Both return the
     Choice that ran; while torch.compile traces them, they are the registered torch operator and return None.
     """
 
@@ -55,8 +54,6 @@ class Operator:
         self._plans: dict[str, Callable[..., Any]] = {}  # likewise: what makes a planned call
         self._forced: str | None = None
         self._lock = threading.RLock()
-        named = [a.name for a in op.native if a.name in op.planned]
-        self._fixed: Callable[[Any], tuple[Any, ...]] = attrgetter(*named) if named else tuple
         self._rest = [a for a in op.parsed if a.name not in op.planned]
         self._scope: dict[str, Any] = {
             "modes": self.register, "records": None, "call": self._first_call, "choices": self.choices,
@@ -91,7 +88,9 @@ class Operator:
         self.native = define(f"native_{op.name}", parameters, [f"return {values},"], self._scope)
         define("direct", parameters, ["try:", *_indented([*variant, call[0], call[1] % True]), *explain], self._scope)
         if op.planned:
-            rest = _tuple(self._rest)
+            rest, fixed = _tuple(self._rest), [a for a in op.native if a.name in op.planned]
+            words = (f"backends[plan.{a.name}]" if a.kind == "str" else f"plan.{a.name}" for a in fixed)
+            self.fixed = define("fixed", ["plan"], [f"return {', '.join(words)},"], self._scope)
             call = [f"found = plan.call({_values(self._rest)})", f"{known} missed_plan(plan, found, {rest})"]
             parameters = ["plan", *map(_parameter, self._rest)]
             self._function(f"{op.name}_planned", parameters, self._rest, call, f"whole(plan, {rest})", "")
@@ -112,10 +111,10 @@ class Operator:
         traced = [f"return torch_op.call({self.op.name!r}, {given}{last})"]
         made._torchdynamo_inline = define(f"traced_{name}", parameters, traced, self._scope)
 
-    def _whole(self, plan: Plan, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _whole(self, call: PlannedCall, rest: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a planned call in the order of the declaration."""
-        named = {a.name: value for a, value in zip(self.op.native, (*plan.values, *rest))}
-        return tuple(named[a.name] for a in self.op.parsed)
+        given = dict(zip((a.name for a in self._rest), rest))
+        return tuple(given[a.name] if a.name in given else getattr(call.plan, a.name) for a in self.op.parsed)
 
     def _extended(self, variant: Any, *values: Any) -> None:
         """Calls the kernel of a user's variant, with the variant's own arguments behind those of the op."""
@@ -218,31 +217,31 @@ class Operator:
 
     # Plans.
 
-    def plan(self, choice: Choice | None, device: Any, check: Callable[..., Plan | None], values: Any) -> Plan:
-        """A call with these values of the planned arguments, whose tensors it keeps.
+    def plan(self, choice: Choice | None, device: Any, check: Callable[..., None], plan: Any) -> PlannedCall:
+        """A call with the planned arguments that are attributes of a plan, which never changes.
 
         Args:
             choice: what calls are expected to run; its kernel is known from the first call on.
             device: of the tensors.
-            check: raises where the rest of a call, in declared order, does not fit the plan; may return another Plan,
-                which then makes this call. Asked for each request that the plan does not know.
-            values: has the planned arguments as attributes.
+            check: raises where the rest of a call, in declared order, does not fit the plan, its first argument. Asked
+                for each request that the plan does not know.
+            plan: the plan.
         """
-        fixed = self._fixed(values)
-        words = [self._backends[value] if value.__class__ is str else value for value in fixed]
+        fixed = self.fixed(plan)
         if _rehearsals:
-            return Plan(None, functools.partial(self._first_call, *words), fixed, check)
+            return PlannedCall(plan, check, functools.partial(self._first_call, *fixed), None)
         make = self._plans.get(device.type) or self._plans.setdefault(device.type, self.module(device)["plan"])
-        call = make(self._numbers.get(choice, -1) if choice else -1, *words)
-        return Plan(call, self._checked(call, self._rest), fixed, check)
+        call = make(-1 if choice is None else self._numbers.get(choice, -1), *fixed)
+        return PlannedCall(plan, check, self._checked(call, self._rest), call)
 
-    def _missed_plan(self, plan: Plan, found: str, rest: tuple[Any, ...]) -> Choice | None:
-        torch_op.check(self.op, self._whole(plan, rest), wrapped=False)
-        plan = plan.check(*rest) or plan
-        number = plan.call(*rest)
+    def _missed_plan(self, planned: PlannedCall, found: str, rest: tuple[Any, ...]) -> Choice | None:
+        torch_op.check(self.op, self._whole(planned, rest), wrapped=False)
+        planned.check(planned.plan, *rest)
+        number = planned.call(*rest)
         if not isinstance(number, int):
-            plan.learn(*self.learn(number, _device_of(rest)))
-            number = plan.call(*rest)
+            assert planned.learn is not None
+            planned.learn(*self.learn(number, _device_of(rest)))
+            number = planned.call(*rest)
         return self.choices[int(number)]
 
     def launches(self, choice: Choice) -> tuple[Launch, ...]:

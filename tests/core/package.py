@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fi_core
 from fi_core.runtime.build import compiler, sources
+from fi_core.runtime.resolve import provider
 from fi_core.runtime.spec.artifact import Artifact
 
 
@@ -21,8 +22,9 @@ def pack(directory: Path, files: Mapping[Artifact, bytes], **head: object) -> Pa
         listed[artifact.id] = {
             "file": artifact.file,
             "closure": sources.closure(artifact),
+            "flags": list(compiler.flags(artifact, shipped=True)),
             "sha256": hashlib.sha256(content).hexdigest(),
         }
-    index = {"version": fi_core.__version__, "schema": compiler.SCHEMA, "abi": compiler.FFI_ABI, "artifacts": listed}
+    index = {"version": fi_core.__version__, "schema": provider.SCHEMA, "abi": compiler.FFI_ABI, "artifacts": listed}
     (directory / "index.json").write_text(json.dumps(index | head))
     return directory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +70,15 @@ def test_the_resolver_uses_the_built_files(tmp_path: Path, monkeypatch: pytest.M
     for artifact in wanted:
         assert next(prebuilt(artifact)).content() == built(artifact).content()
     index = json.loads((tmp_path / "index.json").read_text())
-    assert index["compiler"]["cubin"].startswith("libnvrtc-builtins.so.13")
+    entry = index["artifacts"]["cubin/sm_90a/get_seq_lens_cuda_sm_90a"]
+    assert entry["flags"] == ["-arch=sm_90a", "-std=c++17"]
+    made_by = index["compilers"][entry["compiler"]]
+    assert made_by["name"] == "nvrtc" and re.fullmatch(r"13\.0\.\d+", made_by["version"])
+    assert {"libnvrtc.so.13", "cuda_bf16.h", "cuda_bf16.hpp"} <= set(made_by["files"])
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in made_by["files"].values())
+    host = index["compilers"][index["artifacts"][f"cuda/{CPU}/get_seq_lens_cuda"]["compiler"]]
+    assert host["name"] == "c++" and {"cc1plus", "tvm-ffi include"} <= set(host["files"])
+    assert {name: aot.declared(name, entry) for name, entry in index["artifacts"].items()} == {a.id: a for a in wanted}
     assert str(tmp_path) not in (tmp_path / "index.json").read_text()
 
 
@@ -112,3 +121,14 @@ def test_sanitized_and_shipped_modules_stay_apart(tmp_path: Path, monkeypatch: p
     assert len(list(prebuilt(image))) == 1
     with pytest.raises(ValueError, match="FI_SANITIZE: a package ships modules without sanitizers"):
         aot.build(tmp_path, ("cpu",))
+
+
+@pytest.mark.parametrize(("variable", "flag"), [("FI_EXTRA_CUDAFLAGS", "-DX"), ("FI_JIT_LINEINFO", "-lineinfo")])
+def test_a_package_has_no_flags_of_the_environment(
+    variable: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = ops()["get_seq_lens"]
+    monkeypatch.setattr(aot, "ops", lambda: {op.name: op})
+    monkeypatch.setenv(variable, "-DX" if flag == "-DX" else "1")
+    with pytest.raises(ValueError, match=f"a package ships binaries without {flag}: unset FI_EXTRA_CFLAGS"):
+        aot.build(tmp_path, ("cubin",))

@@ -20,6 +20,7 @@ from fi_core.runtime.build import compiler, sources
 from fi_core.runtime.errors import MissingKernelError
 from fi_core.runtime.files import packed
 from fi_core.runtime.resolve import built
+from fi_core.runtime.resolve.provider import SCHEMA
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.op import Entry, Op, Spec
 from fi_core.runtime.spec.target import Target, cuda_target
@@ -287,8 +288,10 @@ def provider(folder: Path, image: Artifact, content: bytes, file: str = "one.cub
     """A prebuilt package of one device binary."""
     folder.mkdir()
     (folder / file).write_bytes(content)
-    entry = {"closure": sources.closure(image), "sha256": hashlib.sha256(content).hexdigest(), "file": file}
-    head = {"version": fi_core.__version__, "schema": compiler.SCHEMA, "abi": compiler.FFI_ABI}
+    flags = list(compiler.flags(image, shipped=True))
+    digest = hashlib.sha256(content).hexdigest()
+    entry = {"closure": sources.closure(image), "flags": flags, "sha256": digest, "file": file}
+    head = {"version": fi_core.__version__, "schema": SCHEMA, "abi": compiler.FFI_ABI}
     (folder / "index.json").write_text(json.dumps(head | {"artifacts": {image.id: entry}}))
     return folder
 

@@ -15,7 +15,7 @@ from fi_core.runtime.env import env, for_child
 from fi_core.runtime.errors import CompileError
 from fi_core.runtime.spec.artifact import Artifact, Text
 
-SCHEMA = 1  # of store entries and prebuilt indexes
+SCHEMA = 1  # of store entries
 FFI_ABI = "tvm-ffi-0.1"
 
 HOST_FLAGS = ("-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wl,--build-id=none")
@@ -40,24 +40,26 @@ def sanitizer_flags() -> tuple[str, ...]:
     return (f"-fsanitize={','.join(chosen)}", *extra) if chosen else ()
 
 
-def flags(artifact: Artifact) -> tuple[str, ...]:
-    """The flags that shape the output (search paths are not among them)."""
+def flags(artifact: Artifact, *, shipped: bool = False) -> tuple[str, ...]:
+    """The flags that shape the output (search paths are not among them). shipped: without those of the environment, as
+    packages are built.
+    """
     if artifact.kind == "cubin":
-        extra = ("-G",) if _debug() else ("-lineinfo",) if env.jit_lineinfo else ()
-        arch = f"-arch={artifact.target}"
-        return (arch, *DEVICE_FLAGS, *extra, *env.extra_cudaflags, *artifact.flags)
+        extra = () if shipped else (*_device_extra(), *env.extra_cudaflags)
+        return (f"-arch={artifact.target}", *DEVICE_FLAGS, *extra, *artifact.flags)
     debug = ("-O0", "-g") if _debug() else ()
     ours = isinstance(artifact.source, str) and not Path(artifact.source).is_absolute()
     return (
         *HOST_FLAGS,
         *(("-Wextra",) if ours else ()),  # what it finds in a user's module is the user's choice
         *KIND_FLAGS[artifact.kind],
-        *debug,
-        *sanitizer_flags(),
-        *env.extra_cflags,
-        *env.extra_ldflags,
+        *(() if shipped else (*debug, *sanitizer_flags(), *env.extra_cflags, *env.extra_ldflags)),
         *artifact.flags,
     )
+
+
+def _device_extra() -> tuple[str, ...]:
+    return ("-G",) if _debug() else ("-lineinfo",) if env.jit_lineinfo else ()
 
 
 def _search(artifact: Artifact, directory: Path) -> list[str]:

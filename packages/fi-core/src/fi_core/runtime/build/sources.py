@@ -210,6 +210,17 @@ def headers(artifact: Artifact) -> dict[str, str]:
     return seen
 
 
+def reached(names: Iterable[str], folder: Path) -> list[str]:
+    """The headers of a folder that these headers of it include, transitively and with themselves."""
+    todo, seen = list(names), set()
+    while todo:
+        name = todo.pop()
+        if name not in seen and (folder / name).is_file():
+            seen.add(name)
+            todo.extend(_includes((folder / name).read_bytes()))
+    return sorted(seen)
+
+
 def closure(artifact: Artifact) -> str:
     """sha256 over the unit and its headers; a prebuilt file is used only if it was built from the same."""
     digest = hashlib.sha256(_content(artifact.source)[0])

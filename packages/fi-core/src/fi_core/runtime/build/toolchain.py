@@ -100,6 +100,12 @@ def cxx_identity(machine: str = MACHINE) -> str:
     return f"{Path(path).name} {_output(*cxx_words(machine), '--version')}" if path else "none"
 
 
+def cxx_program(name: str, machine: str = MACHINE) -> Path | None:
+    """A program that the C++ compiler runs, such as cc1plus; None where it has none of that name."""
+    found = Path(_output(*cxx_words(machine), f"-print-prog-name={name}")) if cxx(machine) else None
+    return found if found and found.is_file() else None
+
+
 def cxx_problem() -> str | None:
     """The reason why CXX does not compile a small C++17 unit, or None. It writes no file."""
     unit = "#include <cstdint>\n#if __cplusplus >= 201703L\nint fi_probe(std::int64_t x) { return x != 0; }\n#endif\n"

@@ -1,7 +1,8 @@
 """Prebuilt artifacts of installed packages (entry points `fi.artifacts`), each checked against today's sources.
 
-A provider is a directory with `index.json`: {"version", "schema", "abi", "artifacts"}, where artifacts maps ids to
-{"file", "closure", "sha256"}.
+A provider is a directory with `index.json`: {"version", "schema", "abi", "commit", "tree", "compilers", "artifacts"}.
+`compilers` maps ids to {"name", "version", "identity", "files": sha256 by name}. `artifacts` maps ids to {"file",
+"size", "sha256", "unpacked_sha256", "closure", "flags", "compiler", "op", "implementation", "axes"}.
 What does not fit is a miss with one logged reason; it never raises and never breaks the import.
 """
 
@@ -21,6 +22,7 @@ from fi_core.runtime.build import compiler, diagnose, sources
 from fi_core.runtime.env import env
 from fi_core.runtime.spec.artifact import Artifact
 
+SCHEMA = 2  # of index.json
 GROUP = "fi.artifacts"
 ENV_NAME = "FI_CUBIN_DIR"
 PACKAGES = ("fi_cubin", "fi_jit_cache")  # found by import in a plain checkout, where there are no entry points
@@ -60,6 +62,8 @@ class Provider(NamedTuple):
             return None, f"its index names a file outside the package: {file}"
         if closure != sources.closure(artifact):
             return None, f"{artifact.id} was built from other sources"
+        if entry.get("flags") != list(compiler.flags(artifact, shipped=True)):
+            return None, f"{artifact.id} was built with other flags"
         path = self.directory / file
         try:
             files.verified(path, digest).close()
@@ -97,8 +101,8 @@ def load_provider(name: str, directory: Path) -> Provider:
             f"its version {index.get('version')} is not that of fi-core, {_version()}: "
             f"pip install {name}=={_version()} (FI_DISABLE_VERSION_CHECK=1 overrides)"
         )
-    elif index.get("schema") != compiler.SCHEMA or index.get("abi") != compiler.FFI_ABI:
-        built, this = (index.get("abi"), index.get("schema")), (compiler.FFI_ABI, compiler.SCHEMA)
+    elif index.get("schema") != SCHEMA or index.get("abi") != compiler.FFI_ABI:
+        built, this = (index.get("abi"), index.get("schema")), (compiler.FFI_ABI, SCHEMA)
         refusal = f"built for {built[0]} schema {built[1]}, this is {this[0]} schema {this[1]}"
     return Provider(name, directory, {} if refusal else index["artifacts"], refusal)
 

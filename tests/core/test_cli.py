@@ -53,7 +53,7 @@ def test_help_and_version(cli: Cli) -> None:
     assert cli("--version") == f"fi-core {fi_core.__version__}\n"
     names = {
         *("show-config", "collect-env", "doctor", "why", "list-modules", "module-status", "prebuild", "cache"),
-        *("clear-cache", "export-compile-commands", "exec", "replay"),
+        *("clear-cache", "export-compile-commands", "exec", "replay", "verify"),
     }
     assert {words[0] for words in commands()} == names
     for words in commands():

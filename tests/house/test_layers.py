@@ -51,7 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "triton",
     ),
     ("registry",),
-    ("ahead", "aot", "integrations", "jit"),
+    ("ahead", "aot", "integrations", "jit", "verify"),
     ("cli", "__main__", "collect_env", ""),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

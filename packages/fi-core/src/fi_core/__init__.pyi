@@ -49,6 +49,7 @@ from fi_core import topk as topk
 from fi_core import topk_varlen as topk_varlen
 from fi_core import triton as triton
 from fi_core import utils as utils
+from fi_core import verify as verify
 from fi_core.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fi_core.ahead import prepare
 from fi_core.autotuner import autotune, autotune_v2, autotune_v2_reload

@@ -47,6 +47,12 @@ def _size(word: str) -> int:
     return int(number) * (unit or 1)
 
 
+def _count(word: str) -> int:
+    if not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number >= 0; got {word!r}")
+    return int(word)
+
+
 def _days(word: str) -> float:
     try:
         value = float(word)
@@ -127,6 +133,12 @@ def parser() -> argparse.ArgumentParser:
     commands.add("show-config", "machine:show_config", "Show versions, settings, compilers and how much is compiled.")
     commands.add("collect-env", "machine:collect_env", "Describe this machine for a bug report, without secrets.")
     commands.add("doctor", "doctor:run", "Find missing or broken software, and print the command that repairs it.")
+
+    text = "Compare installed packages with their indexes, their RECORD and the installed sources. Needs no network."
+    verify = commands.add("verify", "verify:run", text)
+    verify.add_argument("--deep", action="store_true", help="unpack each binary, and compare its compiler and target")
+    verify.add_argument("--rebuild", type=_count, default=0, metavar="N", help="compile N binaries and compare bytes")
+    verify.add_argument("--seed", type=_count, default=0, metavar="S", help="which binaries those are; default: 0")
 
     text = "Explain how a call is computed: the implementation, its kernel launch, the origin of its files, and the "
     text += "reason against each other implementation. Nothing runs, and no GPU is needed."

@@ -1,1 +1,0 @@
-../../tools/prebuilt_hook.py

@@ -89,6 +89,12 @@ def install_nvcc(session: nox.Session) -> None:
         session.install(*CORE["extras"]["nvcc"])
 
 
+def install_builders(session: nox.Session) -> None:
+    """What builds the five packages, and what their tests need."""
+    install_tools(session, "test", "build", "device")
+    session.install(*(name for name in CORE["dependencies"] if not name.startswith(("fi-", "torch"))))
+
+
 def python(session: nox.Session) -> str:
     """The session's Python; with --no-venv the one that runs nox."""
     return sys.executable if isinstance(session.virtualenv, PassthroughEnv) else "python"
@@ -182,11 +188,9 @@ def fuzz(session: nox.Session) -> None:
 def wheels(session: nox.Session) -> None:
     """Build the five wheels into dist/, install them, and test the packages as a user gets them."""
     install_torch(session)
-    install_tools(session, "test", "build", "device")
-    session.install(*(name for name in CORE["dependencies"] if not name.startswith(("fi-", "torch"))))
+    install_builders(session)
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
-    session.env.setdefault("SOURCE_DATE_EPOCH", "1700000000")  # the same bytes from the same sources
     # What the sessions before have compiled is not compiled again; tests compare it with what compilers make.
     store = {"FI_AOT_STORE": "1"}
     for name in PACKAGES:
@@ -205,12 +209,20 @@ def wheels(session: nox.Session) -> None:
             "packages/fi-jit-cache",
         )
         session.run("python", *command, env={**store, "FI_AOT_MACHINE": "aarch64"})
+    session.run("python", "tools/provenance.py", "dist", "nox -s wheels")
     for wheel in sorted(dist.rglob("*.whl")):
         session.log(f"{wheel.stat().st_size / 1e6:6.2f} MB  {wheel.name}")
     session.install("--no-deps", "--force-reinstall", *map(str, sorted(dist.glob("*.whl"))))
     session.install("--find-links", str(dist), *PACKAGES)  # what the wheels ask for and is not here yet
     session.run("python", "-m", "pip", "check")
     pytest(session, "-o", "pythonpath=tests tests/packaging", "tests/packaging", workers=2)
+
+
+@nox.session
+def rebuild(session: nox.Session) -> None:
+    """Build in two places, without the store, and compare bytes; `-- --against FOLDER` compares wheels by content."""
+    install_builders(session)
+    session.run("python", "tools/rebuild.py", *session.posargs)
 
 
 @nox.session

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import fi_core
 from fi_core.cli import machine
 from fi_core.cli.report import Report, paint, size
-from fi_core.cli.why import builder, origin
+from fi_core.cli.why import origin
 from fi_core.jit.base import default_targets
 from fi_core.jit.ops import specs_of
 from fi_core.registry import ops
@@ -184,7 +184,7 @@ def _obtainable(what: str, needed: str, files: list[Artifact], fix: str) -> Find
     text = f"{there} of {len(files)} are there"
     if there == len(files):
         return Finding("ok", what, text)
-    made_by = builder(files[0])
+    made_by = compiler.program(files[0])
     broken = toolchain.cxx_problem() if made_by and files[0].kind != "cubin" else None
     allowed = env.jit != "off"
     level = "FAIL" if allowed else "warn"

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from fi_core.cli.report import Report, UsageError, paint
 from fi_core.jit.base import default_targets
 from fi_core.registry import described, ops
-from fi_core.runtime.build import compiler, sources, toolchain
+from fi_core.runtime.build import compiler, sources
 from fi_core.runtime.dispatch import AUTO, Choice, Request, choose, explain
 from fi_core.runtime.env import env
 from fi_core.runtime.errors import LibraryError, UnsupportedError
 from fi_core.runtime.launch.kernel import Launch
-from fi_core.runtime.resolve import answers, store
+from fi_core.runtime.resolve import answers, kept, misses
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Op, Spec
@@ -254,36 +254,21 @@ def _origins(spec: Spec) -> list[Origin]:
 
 def origin(artifact: Artifact) -> Origin:
     """The file that a call would use, looking in each place in order without changing anything."""
-    misses: list[tuple[str, str]] = []
+    missed: list[tuple[str, str]] = []
     for provider, found, why in answers(artifact):
         if found:
-            return Origin(artifact, provider.name, found.path, True, misses)
-        if (provider.name, why) not in misses:  # it was asked for each target that fits
-            misses.append((provider.name, why))
-    if not misses:
-        what, package = (
-            ("device binaries", "fi-cubin") if artifact.kind == "cubin" else ("host modules", "fi-jit-cache")
-        )
-        misses.append(("prebuilt", f"no package with {what} is installed (pip install {package})"))
-    key = compiler.key(artifact)
-    directory = store.peek(key)
+            return Origin(artifact, provider.name, found.path, True, missed)
+        if (provider.name, why) not in missed:  # it was asked for each target that fits
+            missed.append((provider.name, why))
+    missed = misses(artifact)
+    directory = kept(artifact)
     if directory:
-        return Origin(artifact, "store", directory / artifact.file, True, misses)
-    misses.append(("store", f"has no {key}"))
-    made_by = builder(artifact)
+        packages = [miss for miss in missed if miss[0] != "store"]
+        return Origin(artifact, "store", directory / artifact.file, True, packages)
+    made_by = compiler.program(artifact)
     if env.jit == "off":
-        return Origin(artifact, "nowhere: FI_JIT=off forbids to compile it", None, False, misses)
+        return Origin(artifact, "nowhere: FI_JIT=off forbids to compile it", None, False, missed)
     if made_by is None:
         missing = "CUDA compiler" if artifact.kind == "cubin" else "C++ compiler"
-        return Origin(artifact, f"nowhere: there is no {missing} (see fi-core doctor)", None, False, misses)
-    return Origin(artifact, f"would compile with {made_by}", None, True, misses)
-
-
-def builder(artifact: Artifact) -> str | None:
-    """The compiler that would build it, or None."""
-    if artifact.kind != "cubin":
-        return toolchain.cxx()
-    if compiler.device_compiler() == "nvcc":
-        return toolchain.nvcc()
-    found = toolchain.nvrtc()
-    return str(found.library) if found else None
+        return Origin(artifact, f"nowhere: there is no {missing} (see fi-core doctor)", None, False, missed)
+    return Origin(artifact, f"would compile with {made_by}", None, True, missed)

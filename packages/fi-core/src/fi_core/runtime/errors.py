@@ -62,14 +62,14 @@ class MissingKernelError(FiError, RuntimeError):
         super().__init__(message)
 
     @classmethod
-    def of(cls, spec: Any) -> MissingKernelError:
-        """The error for a spec, with advice."""
+    def of(cls, spec: Any, misses: Iterable[tuple[str, str]] = ()) -> MissingKernelError:
+        """The error for a spec or a file of it, with advice, and the reason of each place that has no fitting file."""
         name = getattr(spec, "name", spec)
-        return cls(
+        head = (
             f"kernel {name!r} is not prebuilt and compiling is turned off (FI_JIT=off). Install the prebuilt kernels "
-            'with `pip install "fi-core[prebuilt]"`, or build it ahead with `fi-core prebuild`, or set FI_JIT=on.',
-            spec,
         )
+        head += 'with `pip install "fi-core[prebuilt]"`, or build it ahead with `fi-core prebuild`, or set FI_JIT=on.'
+        return cls("\n  ".join([head, *(f"{place}: {why}" for place, why in misses)]), spec)
 
 
 MissingJITCacheError = MissingKernelError  # the name FlashInfer callers catch

@@ -85,18 +85,38 @@ def device_compiler() -> str:
     return "nvrtc"
 
 
-def key(artifact: Artifact) -> str:
-    """The content-addressed name: everything that decides the bytes, nothing else."""
-    fields = {
+def program(artifact: Artifact) -> str | None:
+    """The compiler that would build the artifact, or None."""
+    if artifact.kind != "cubin":
+        return toolchain.cxx(artifact.target.arch)
+    if device_compiler() == "nvcc":
+        return toolchain.nvcc()
+    found = toolchain.nvrtc()
+    return str(found.library) if found else None
+
+
+def _hash(fields: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _inputs(artifact: Artifact) -> dict[str, object]:
+    return {
         "schema": SCHEMA,
         "artifact": artifact.id,
         "closure": sources.closure(artifact),
         "flags": flags(artifact),
-        "compiler": identity(artifact),
         "abi": FFI_ABI,
     }
-    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-    return f"{artifact.name}-{digest[:24]}"
+
+
+def inputs(artifact: Artifact) -> str:
+    """The identity of everything that decides the artifact but its compiler."""
+    return _hash(_inputs(artifact))
+
+
+def key(artifact: Artifact) -> str:
+    """The content-addressed name: everything that decides the bytes, nothing else."""
+    return f"{artifact.name}-{_hash(_inputs(artifact) | {'compiler': identity(artifact)})[:24]}"
 
 
 def unit_path(artifact: Artifact, directory: Path) -> Path:

@@ -94,8 +94,38 @@ def prebuilt(artifact: Artifact) -> Iterator[Found]:
 def where(artifact: Artifact) -> Found | None:
     """Where the artifact is now, without compiling; logs nothing and does not change the store."""
     found = next((answer.found for answer in answers(artifact) if answer.found), None)
-    directory = None if found else store.peek(compiler.key(artifact))
+    directory = None if found else kept(artifact)
     return _stored(directory, artifact, "store") if directory else found
+
+
+def kept(artifact: Artifact) -> Path | None:
+    """The entry of the store that serves the artifact, or None; nothing is changed. Where it cannot be compiled, the
+    entry of another compiler does: a store that was filled in an image with a compiler serves one without.
+    """
+    directory = store.peek(compiler.key(artifact))
+    if directory is None and not _compiles(artifact):
+        directory = store.peek_inputs(artifact.name, compiler.inputs(artifact))
+    return directory
+
+
+def _compiles(artifact: Artifact) -> bool:
+    return env.jit != "off" and compiler.program(artifact) is not None
+
+
+def misses(artifact: Artifact) -> list[tuple[str, str]]:
+    """(place, reason) of each place that has no fitting file, as `fi-core why` and MissingKernelError tell it."""
+    # A package is asked for each target that fits, and may answer the same.
+    found = list(dict.fromkeys((provider.name, why) for provider, file, why in answers(artifact) if not file))
+    if not found:
+        image = artifact.kind == "cubin"
+        what, package = ("device binaries", "fi-cubin") if image else ("host modules", "fi-jit-cache")
+        found.append(("prebuilt", f"no package with {what} is installed (pip install {package})"))
+    complaints = [("store", why) for why in store.complaints(artifact.name)]
+    return [*found, *(complaints or [("store", f"has no {compiler.key(artifact)}")])]
+
+
+def _missing(artifact: Artifact) -> MissingKernelError:
+    return MissingKernelError.of(artifact, misses(artifact))
 
 
 def _stored(directory: Path, artifact: Artifact, origin: str) -> Found | None:
@@ -131,7 +161,13 @@ class _Announcement:
 
 
 def _in_store(artifact: Artifact) -> Found | None:
-    directory = store.lookup(compiler.key(artifact))
+    """The artifact in the store. A damaged entry that nobody can build again stays where it is."""
+    if _compiles(artifact):
+        directory = store.lookup(compiler.key(artifact))
+    else:
+        directory = kept(artifact)
+        if directory:
+            store.touch(directory)
     return _stored(directory, artifact, "store") if directory else None
 
 
@@ -142,7 +178,9 @@ def _compiled(artifact: Artifact) -> Found:
     if env.jit == "warn":
         diagnose.logger().warning("%s is not prebuilt: compiling it", artifact.name)
     while True:  # until no other process removes it at once
-        directory, now = store.get_or_build(key, lambda d: compiler.compile_artifact(artifact, d))
+        directory, now = store.get_or_build(
+            key, lambda d: compiler.compile_artifact(artifact, d), compiler.inputs(artifact)
+        )
         found = _stored(directory, artifact, "jit" if now else "store")
         if found:
             if now:
@@ -163,7 +201,7 @@ def built(artifact: Artifact) -> Found:
     if found:
         return found
     if env.jit == "off":
-        raise MissingKernelError.of(artifact)
+        raise _missing(artifact)
     with _Announcement(artifact.name):
         found = pool().result(artifact, functools.partial(_compiled, artifact))
         assert isinstance(found, Found)
@@ -216,7 +254,7 @@ def aside(artifact: Artifact) -> Iterator[Found]:
         yield found
         return
     if env.jit == "off":
-        raise MissingKernelError.of(artifact)
+        raise _missing(artifact)
     with tempfile.TemporaryDirectory(prefix="fi-aside-") as folder:
         compiler.compile_artifact(artifact, Path(folder))
         path = Path(folder) / artifact.file
@@ -259,7 +297,7 @@ def _allowed(artifacts: Iterable[Artifact]) -> Iterator[Artifact]:
     """The artifacts; raises MissingKernelError at the first if FI_JIT=off."""
     for artifact in artifacts:
         if env.jit == "off":
-            raise MissingKernelError.of(artifact)
+            raise _missing(artifact)
         yield artifact
 
 
@@ -274,7 +312,9 @@ def _rebuilt(artifact: Artifact) -> Found:
     """The artifact, compiled now; a sound entry of the store stays."""
     key = compiler.key(artifact)
     directory = store.in_first_root(
-        lambda root: store.publish(root, key, lambda d: compiler.compile_artifact(artifact, d))
+        lambda root: store.publish(
+            root, key, lambda d: compiler.compile_artifact(artifact, d), compiler.inputs(artifact)
+        )
     )
     return Found(directory / artifact.file, "jit", store.digest(directory / artifact.file))
 

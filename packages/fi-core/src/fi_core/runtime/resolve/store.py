@@ -1,6 +1,7 @@
 """Content-addressed store: many readers, many racing writers, no trust in leftovers or in other users.
 
-An entry is a directory `<root>/cached_ops/<key>/` with its files and a manifest of sizes and sha256. It appears and
+An entry is a directory `<root>/cached_ops/<key>/` with its files and a manifest of sizes and sha256, and of the inputs
+that it was built from, so that an entry of another compiler is found where none can compile. It appears and
 disappears by one rename, so a reader sees all of it or nothing, and it is verified before it is used (dlopen of a
 truncated file is a SIGBUS). The lock only saves duplicate work: correctness never depends on it.
 """
@@ -32,6 +33,7 @@ T = TypeVar("T")
 SCHEMA = 1
 ENTRIES = "cached_ops"
 MANIFEST = "manifest.json"
+KEY_DIGITS = 24  # of the hash at the end of a key
 LOCK_SECONDS = 600.0  # after that a waiter builds for itself
 SILENT_SECONDS = 3.0  # it does so earlier if the builder has shown no life for so long: it is stopped
 _BEAT_SECONDS = 0.5
@@ -122,14 +124,25 @@ def _usable() -> list[Path]:
     return [root for root in roots() if os.path.isdir(root) and not _refused(root)]
 
 
-def _places(key: str) -> Iterator[Place]:
-    """Where a key has an entry, sound or not."""
-    yield from (Place(root / key) for root in _usable() if os.path.isdir(root / key))
+def _folders() -> Iterator[Place]:
+    """Where entries are read: the usable roots, and the store of another user that this user has named."""
+    yield from map(Place, _usable())
     named = env.shared_cache_dir
-    if named and os.path.isdir(named / ENTRIES / key):
+    if named and os.path.isdir(named / ENTRIES):
         owner = trust.owner_of(named)
         if not _refused(named / ENTRIES, owner):
-            yield Place(named / ENTRIES / key, owner)
+            yield Place(named / ENTRIES, owner)
+
+
+def _places(key: str) -> Iterator[Place]:
+    """Where a key has an entry, sound or not."""
+    return (Place(at / key, owner) for at, owner in _folders() if os.path.isdir(at / key))
+
+
+def _places_of(name: str) -> Iterator[Place]:
+    """Where an artifact of this name has entries, of any inputs and compiler, sound or not."""
+    for at, owner in _folders():
+        yield from (Place(path, owner) for path in sorted(at.glob(f"{name}-{'[0-9a-f]' * KEY_DIGITS}")))
 
 
 def peek(key: str) -> Path | None:
@@ -139,6 +152,33 @@ def peek(key: str) -> Path | None:
             _verify(place)
             return place.path
     return None
+
+
+def peek_inputs(name: str, inputs: str) -> Path | None:
+    """The directory of a sound entry of these inputs, by any compiler, or None. It changes nothing."""
+    for path, owner in _places_of(name):
+        with contextlib.suppress(*_DAMAGE):
+            if json.loads(files.private(path / MANIFEST, owner)).get("inputs") == inputs:
+                _verify(Place(path, owner))
+                return path
+    return None
+
+
+def complaints(name: str) -> Iterator[str]:
+    """Why an artifact of this name is not read from where it could be: places that are refused, damaged entries."""
+    named = env.shared_cache_dir
+    shared = [(named / ENTRIES, trust.owner_of(named))] if named and os.path.isdir(named / ENTRIES) else []
+    if named and not shared:
+        yield f"{named}: FI_SHARED_CACHE_DIR holds no {ENTRIES}"
+    for root, owner in [*((root, None) for root in roots() if os.path.isdir(root)), *shared]:
+        why = refusal(root, owner)
+        if why:
+            yield f"{root} is refused: {why}"
+    for place in _places_of(name):
+        try:
+            _verify(place)
+        except _DAMAGE as error:
+            yield f"{place.path} is damaged: {error}"
 
 
 def lookup(key: str) -> Path | None:
@@ -154,10 +194,15 @@ def lookup(key: str) -> Path | None:
                     path.rename(_aside(path))
             continue
         if owner is None:
-            with contextlib.suppress(OSError):  # a read-only store has no last use
-                os.utime(path)
+            touch(path)
         return path
     return None
+
+
+def touch(directory: Path) -> None:
+    """Notes that an entry is used now, where it may be written."""
+    with contextlib.suppress(OSError):  # a read-only store has no last use
+        os.utime(directory)
 
 
 def _aside(directory: Path) -> Path:
@@ -233,8 +278,8 @@ def _unlock(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def publish(root: Path, key: str, build: Callable[[Path], None]) -> Path:
-    """Builds into a temporary directory of `root` and makes it the entry by one rename."""
+def publish(root: Path, key: str, build: Callable[[Path], None], inputs: str = "") -> Path:
+    """Builds into a temporary directory of `root` and makes it the entry by one rename. inputs: as `peek_inputs`."""
     directory = root / key
     with scratch(root) as temporary:
         build(temporary)
@@ -245,7 +290,7 @@ def publish(root: Path, key: str, build: Callable[[Path], None]) -> Path:
                 content = path.read_bytes()
                 listed[path.relative_to(temporary).as_posix()] = (len(content), _sha256(content))
         with files.opened(temporary / MANIFEST, "w") as manifest:
-            json.dump({"schema": SCHEMA, "key": key, "files": listed}, manifest)
+            json.dump({"schema": SCHEMA, "key": key, "inputs": inputs, "files": listed}, manifest)
             manifest.flush()
             os.fsync(manifest.fileno())
         why = problem(temporary)
@@ -291,13 +336,13 @@ def destination() -> Path | None:
     return None
 
 
-def get_or_build(key: str, build: Callable[[Path], None]) -> tuple[Path, bool]:
+def get_or_build(key: str, build: Callable[[Path], None], inputs: str = "") -> tuple[Path, bool]:
     """The entry of a key, and whether it was built now by `build(directory)`. Raises as in_first_root."""
 
     def find_or_build(root: Path) -> tuple[Path, bool]:
         with _lock(root, key, LOCK_SECONDS):
             found = lookup(key)
-            return (found, False) if found else (publish(root, key, build), True)
+            return (found, False) if found else (publish(root, key, build, inputs), True)
 
     found = lookup(key)
     return (found, False) if found else in_first_root(find_or_build)

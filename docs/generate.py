@@ -163,6 +163,44 @@ def support_matrix() -> str:
     return "\n".join(lines) + "\n"
 
 
+def models() -> str:
+    """The serving profiles: models by name, and what decides their kernels."""
+    from fi_core.profiles import KV_DTYPES, MODELS
+
+    head = ("model", "heads", "head dim", "layers", "experts", "weights")
+    rows = [
+        (
+            f"`{name}`",
+            f"{model.num_qo_heads} / {model.num_kv_heads}",
+            model.head_dim if not model.head_dim_vo else f"{model.head_dim} / {model.head_dim_vo}",
+            ", ".join(
+                word
+                for word, has in (
+                    ("MLA", model.latent),
+                    ("gated delta rule", model.linear),
+                    ("soft cap", model.soft_cap),
+                )
+                if has
+            )
+            or "-",
+            f"{model.experts}, {model.activation}" if model.experts else "-",
+            model.weights or model.dtype,
+        )
+        for name, model in MODELS.items()
+    ]
+    caches = ", ".join(kv or "that of activations" for kv in KV_DTYPES)
+    return "\n".join([
+        "# Models",
+        "",
+        "The names that `fi_core.prepare` and `fi-core prebuild --model` take; they also take a folder with the",
+        "config.json of transformers. The binary packages hold every kernel of these models, for any page size, number",
+        f"of ranks, adapters and drafted tokens, with a KV cache of {caches}.",
+        "",
+        *table(head, rows),
+        "",
+    ])  # fmt: skip
+
+
 class _Annotation(str):
     """An annotation as it is written: without the quotes that `inspect` puts around postponed ones."""
 
@@ -398,6 +436,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "library.md": library,
     "support.md": support_matrix,
     "layouts.md": layouts_page,
+    "models.md": models,
     "ops.md": ops,
     "command-line.md": command_line,
     "environment.md": environment,

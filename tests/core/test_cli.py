@@ -69,7 +69,7 @@ def test_help_and_version(cli: Cli) -> None:
         (["wyh", "rmsnorm"], "there is no 'wyh'; did you mean why?"),
         (["cache", "cler"], "there is no 'cler'; did you mean clear?"),
         (["prebuild", "--modle", "llama-8b"], "there is no option --modle; did you mean --model"),
-        (["prebuild", "--xyz"], "unrecognized arguments: --xyz"),
+        (["prebuild", "--zzzzzzzz"], "unrecognized arguments: --zzzzzzzz"),
         (["why"], "the following arguments are required: NAME"),
         (["why", "rmsnrm"], "no op or described function is named 'rmsnrm'; did you mean rmsnorm"),
         (["why", "trtllm_bf16_moe"], "fi_core.trtllm_bf16_moe has no description .*; did you mean trtllm_fp8_b"),

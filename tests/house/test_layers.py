@@ -50,7 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "sparse",
         "triton",
     ),
-    ("registry",),
+    ("profiles", "registry"),
     ("ahead", "aot", "integrations", "jit", "verify"),
     ("cli", "__main__", "collect_env", ""),
 )

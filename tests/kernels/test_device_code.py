@@ -30,7 +30,7 @@ from kernels.kept import kept
 pytestmark = pytest.mark.slow
 TUNED = "90a"
 LARGEST_FILE = 410_000  # bytes; block-scaled GEMM also has an entry for early stores
-LARGEST_SET = 22_500_000  # of one architecture; fi-cubin packs it to a fifth
+LARGEST_SET = 30_000_000  # of one architecture; fi-cubin packs it to a fifth
 
 # Entries that may do without 128-bit accesses: those for unaligned tensors, and ops that move only a few integers.
 NARROW = {
@@ -49,6 +49,7 @@ NARROW = {
     "merge_state": r"_1_wide",
     "moe_activation": r"_elements",
     "moe_finalize": r"_1",
+    "moe_gather": r"_[12]x1",
     "moe_route": r"",
     "moe_sort": r"",
     "merge_states": r"_1_wide_4",
@@ -60,7 +61,8 @@ NARROW = {
 }
 # Bytes of stack that kernels of an op may have, on one architecture or on all. MLA has two to twenty registers too few,
 # of 168 or 255; prepare_chunks has two too few but on sm_90 and sm_120, of the 96 that let an SM have five CTAs;
-# batch_prefill_mma for any head dim has two too few, of 255, on sm_89, and on sm_90 where it reads e4m3.
+# batch_prefill_mma for any head dim has two too few, of 255, on sm_89, and on sm_90 where it reads fp8;
+# recurrent_gated_delta_rule with a bf16 state has four too few on sm_80, of 128.
 STACK = {
     "batch_mla": 80,
     "batch_prefill on sm_89": 8,
@@ -68,6 +70,7 @@ STACK = {
     "chunk_gated_delta_rule": 8,
     "concat_mla_k": 8,
     "moe_gather": 8,
+    "recurrent_gated_delta_rule on sm_80": 16,
 }
 # Bits of the widest load where it is not 128: attention takes eight elements at a time (head dims are such).
 LOADS = {"single_attention": {"e4m3": 64, "e5m2": 64}}
@@ -245,7 +248,7 @@ def test_nvcc_makes_it_too(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FI_CUDA_COMPILER", "nvcc")
     binary = image(spec)
     assert binary != before
-    found = complaints(binary, STACK.get(spec.op.name, 0))
+    found = complaints(binary, stack_of(spec))
     assert not found, "\n".join(found)
     assert functions(binary) == functions(before)
 

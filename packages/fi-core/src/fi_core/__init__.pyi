@@ -37,6 +37,7 @@ from fi_core import observe as observe
 from fi_core import page as page
 from fi_core import pod as pod
 from fi_core import prefill as prefill
+from fi_core import profiles as profiles
 from fi_core import quantization as quantization
 from fi_core import registry as registry
 from fi_core import rope as rope

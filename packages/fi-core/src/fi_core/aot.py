@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import fi_core
+from fi_core import profiles
 from fi_core.compat.compilation_context import parse_target
 from fi_core.registry import ops
 from fi_core.runtime import dispatch
@@ -41,10 +43,11 @@ def targets() -> tuple[Target, ...]:
 
 
 def specs(op: Op, target: Target) -> Iterator[Spec]:
-    """The op's prebuilt grid on a target: a spec for each implementation that supports a request there, without
-    duplicates.
+    """The op's prebuilt specs on a target: one for each implementation that supports a request of its grid or of a
+    serving profile there, without duplicates.
     """
-    requests = (Request.of(op, target, values) for values in op.grid())
+    values = itertools.chain(op.grid(), profiles.shipped().get(op.name, ()))
+    requests = (Request.of(op, target, given) for given in values)
     yield from dict.fromkeys(spec for request in requests for spec in dispatch.specs(request))
 
 

@@ -124,6 +124,28 @@ class _Commands:
         return _Commands(added)
 
 
+def _add_prebuild(commands: _Commands) -> None:
+    text = "Compile missing modules ahead of the first call."
+    prebuild = commands.add("prebuild", "modules:prebuild", text, targets=True)
+    prebuild.add_argument("--ops", type=_ops, metavar="OP,...", help="only these ops")
+    names = "only the kernels of a model: a name such as llama-8b, or a folder with config.json"
+    prebuild.add_argument("--model", metavar="MODEL", help=names)
+    prebuild.add_argument("--backend", default="auto", help="of the model's attention: auto, fa2 or fa3")
+    prebuild.add_argument("--dtype", help="dtype of the model's activations; default: the model's")
+    prebuild.add_argument("--kv-dtype", help="dtype of the model's KV cache; default: that of activations")
+    prebuild.add_argument("--page-size", type=int, default=16, metavar="N", help="of the model's KV cache; default: 16")
+    prebuild.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share a layer; default: 1")
+    text = "drafted tokens that a step verifies; default: 0"
+    prebuild.add_argument("--spec-tokens", type=_count, default=0, metavar="N", help=text)
+    prebuild.add_argument("--lora", action="store_true", help="requests have adapters")
+    prebuild.add_argument("--logits-dtype", help="of sampled logits; default: that of activations, and fp32")
+    prebuild.add_argument("--list", action="store_true", help="list the files and where they are; compile nothing")
+    text = "write the files as a folder for FI_CUBIN_DIR, which needs no compiler of the same version"
+    prebuild.add_argument("--output", type=Path, metavar="FOLDER", help=text)
+    prebuild.add_argument("--progress", action="store_true", help="print a line for each file, also into a file")
+    prebuild.add_argument("--rebuild", action="store_true", help="also compile modules that exist")
+
+
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     top = _Parser(prog="fi-core", description="Inspects, builds and replays the kernels of fi.")
@@ -160,16 +182,7 @@ def parser() -> argparse.ArgumentParser:
     choices = ("all", "aot", "jit", "compiled", "not-compiled")
     status.add_argument("--filter", choices=choices, default="all", help=f"{', '.join(choices)}; default: all")
 
-    text = "Compile missing modules ahead of the first call."
-    prebuild = commands.add("prebuild", "modules:prebuild", text, targets=True)
-    prebuild.add_argument("--ops", type=_ops, metavar="OP,...", help="only these ops")
-    names = "only the kernels of a model: a name such as llama-8b, or a folder with config.json"
-    prebuild.add_argument("--model", metavar="MODEL", help=names)
-    prebuild.add_argument("--backend", default="auto", help="of the model's attention: auto, fa2 or fa3")
-    prebuild.add_argument("--kv-dtype", help="dtype of the model's KV cache; default: the model's dtype")
-    prebuild.add_argument("--page-size", type=int, default=16, metavar="N", help="of the model's KV cache; default: 16")
-    prebuild.add_argument("--progress", action="store_true", help="print a line for each file, also into a file")
-    prebuild.add_argument("--rebuild", action="store_true", help="also compile modules that exist")
+    _add_prebuild(commands)
     text = "Write compile_commands.json for editors."
     export = commands.add("export-compile-commands", "modules:export_compile_commands", text, targets=True)
     export.add_argument("path", nargs="?", type=Path, metavar="PATH", help="default: compile_commands.json")

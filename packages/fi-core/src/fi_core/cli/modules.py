@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fi_core import aot
-from fi_core.ahead import files_of, iterate_specs, model_of
+from fi_core.ahead import Options, files_of, iterate_specs, model_of
 from fi_core.cli.report import Report, UsageError, paint, section, table
 from fi_core.jit.base import default_targets
 from fi_core.jit.env import GENERATED
@@ -142,22 +142,28 @@ def _origins(state: State) -> str:
 def prebuild(args: argparse.Namespace) -> Report:
     targets = args.targets or default_targets()
     wanted = args.ops or list(ops().values())
+    options = {name: getattr(args, name) for name in Options._fields}
     if args.model:
         of = model_of(args.model)
-        options = {"kv_dtype": args.kv_dtype, "page_size": args.page_size, "backend": args.backend}
-        specs: Iterable[Spec] = (spec for target in targets for spec in iterate_specs(of, target, **options))
+        specs: Iterable[Spec] = (spec for target in targets for spec in iterate_specs(of, target, Options(**options)))
     else:
         specs = specs_of(wanted, targets)
-    files: set[Artifact] = set()
-
-    def listed() -> Iterator[Artifact]:
-        """The files, which `files` keeps; the first compiles while others are listed."""
-        for artifact in files_of(specs):
-            files.add(artifact)
-            yield artifact
-
+    if args.list:
+        return _listed(aot.files_of(specs), args, options)
     start = time.perf_counter()
-    built = build_missing(listed(), progress=True if args.progress else None, rebuild=args.rebuild)
+    if args.output:
+        listed = aot.files_of(specs)
+        files, built = set(listed), len(aot.export(args.output, listed.values(), bool(args.progress)))
+    else:
+        files = set()
+
+        def seen() -> Iterator[Artifact]:
+            """The files, which `files` keeps; the first compiles while others are listed."""
+            for artifact in files_of(specs):
+                files.add(artifact)
+                yield artifact
+
+        built = build_missing(seen(), progress=True if args.progress else None, rebuild=args.rebuild)
     seconds = time.perf_counter() - start
     if not files:
         raise UsageError(
@@ -165,8 +171,30 @@ def prebuild(args: argparse.Namespace) -> Report:
         )
     names = [str(target) for target in targets]
     data = {"targets": names, "files": len(files), "built": built, "seconds": round(seconds, 2)}
+    if args.output:
+        line = f"{built} files for {', '.join(names)} in {args.output}: FI_CUBIN_DIR={args.output}"
+        return Report(data | {"output": str(args.output)}, [line])
     line = f"{built} of {len(files)} files built for {', '.join(names)} in {seconds:.1f} s"
     return Report(data, [line if built else f"All {len(files)} files for {', '.join(names)} are there."])
+
+
+def _listed(wanted: dict[Artifact, Spec], args: argparse.Namespace, options: dict[str, Any]) -> Report:
+    """The files that would be built, with the place of each; nothing is compiled."""
+    rows = []
+    for artifact, spec in wanted.items():
+        found = where(artifact)
+        target = str(artifact.target if artifact.kind == "cubin" else spec.target)
+        rows.append((artifact.name, spec.op.name, target, artifact.file, found.origin if found else None))
+    missing = sum(row[-1] is None for row in rows)
+    data = {
+        "model": args.model,
+        "options": options if args.model else {},
+        "files": [dict(zip(("name", "op", "target", "file", "from"), row)) for row in rows],
+        "missing": missing,
+    }
+    shown = [(op, target, file, origin or "would compile") for _, op, target, file, origin in rows]
+    lines = table(("op", "target", "file", "from"), shown)
+    return Report(data, [*lines, "", f"{len(rows)} files, of which {missing} would compile"])
 
 
 def export_compile_commands(args: argparse.Namespace) -> Report:

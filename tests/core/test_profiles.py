@@ -1,0 +1,226 @@
+"""Serving profiles: what engines call of each model is listed, shipped, and found where nothing may be compiled."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.console import Cli
+from fi_core import aot, profiles
+from fi_core.ahead import Options, iterate_specs, specs_of_model
+from fi_core.observe.draw import Outline
+from fi_core.profiles import MODELS, Model, model_of
+from fi_core.registry import described
+from fi_core.runtime.build import sources
+from fi_core.runtime.launch.operator import Rehearsal
+from fi_core.runtime.spec.op import Spec
+from fi_core.runtime.spec.target import CPU, PREBUILT_ARCHS, Target
+
+HOPPER = Target("cuda", "90a")
+Sizes = dict[str, Any]
+
+
+def chosen(target: Target, name: str, sizes: Sizes) -> set[Spec]:
+    """The specs with kernels that a call of a public function chooses on a target."""
+    found = described(name)
+    assert found and found.template.make, name
+    with Rehearsal(target, 132, 227 << 10) as rehearsal:  # of an H200
+        found.call(found.template.make(Outline(), **sizes))
+    specs = {choice.spec for choice, _ in rehearsal.calls}
+    return {spec for spec in specs if not spec.op.is_composite and spec.unit() is not None}
+
+
+def attention(model: Model, kv: str | None, page: int) -> Iterator[tuple[str, Sizes]]:
+    heads = {"num_qo_heads": model.num_qo_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    heads["logits_soft_cap"] = 30.0 if model.soft_cap else None  # type: ignore[assignment]
+    if model.latent:
+        for batch, num_heads in itertools.product((1, 64), (16, model.num_qo_heads)):
+            sizes = {"batch_size": batch, "num_heads": num_heads, "page_size": page, "kv_dtype": kv}
+            yield "BatchMLAPagedAttentionWrapper", sizes
+        ragged = {**heads, "head_dim_vo": model.head_dim_vo}
+        yield "BatchPrefillWithRaggedKVCacheWrapper", ragged
+        yield "concat_mla_k", {}
+        yield "merge_state", {"head_dim": 128}
+        return
+    for batch in (1, 64):
+        yield "BatchDecodeWithPagedKVCacheWrapper", {**heads, "batch_size": batch, "page_size": page, "kv_dtype": kv}
+    for qo_len in (16, 2048):
+        yield "BatchPrefillWithPagedKVCacheWrapper", {**heads, "qo_len": qo_len, "page_size": page, "kv_dtype": kv}
+
+
+def other(model: Model) -> Iterator[tuple[str, Sizes]]:
+    """The calls of a step that are not attention, at few and many tokens."""
+    for name in ("rmsnorm", "fused_add_rmsnorm"):
+        yield name, {"batch_size": 8, "hidden_size": 4096}
+    yield "silu_and_mul", {"batch_size": 8, "hidden_size": 4096}
+    rope = {"nnz": 8, "num_qo_heads": model.num_qo_heads, "num_kv_heads": model.num_kv_heads, "rotary_dim": 64}
+    yield "apply_rope_with_cos_sin_cache_inplace", {**rope, "head_size": model.head_dim}
+    yield "append_paged_kv_cache", {}
+    for rows, dtype in itertools.product((1, 64), ("float32", "bfloat16")):
+        for name in ("sampling_from_logits", "top_k_top_p_sampling_from_logits"):
+            yield name, {"rows": rows, "vocab_size": 128256, "dtype": dtype}
+    layer = {"num_experts": 128, "top_k": 8, "hidden_size": 2048, "intermediate_size": 768}
+    for tokens in (1, 2, 8, 64, 256, 2048):
+        if model.experts == "bf16":
+            yield "cutlass_fused_moe", {**layer, "num_tokens": tokens}
+            yield "cutlass_fused_moe", {**layer, "num_tokens": tokens, "num_experts": 8, "top_k": 2}
+        if model.experts == "e4m3":
+            yield "trtllm_fp8_block_scale_moe", {**layer, "num_tokens": tokens, "n_group": 8, "topk_group": 4}
+    if model.linear:
+        heads = {"num_q_heads": 16, "num_v_heads": 32, "head_size": 128, "batch_size": 8}
+        for state in ("float32", "bfloat16"):
+            yield "chunk_gated_delta_rule", {**heads, "state_dtype": state, "seq_len": 1024}
+            yield "gated_delta_rule_decode_pretranspose", {**heads, "state_dtype": state}
+        yield "gated_delta_rule_decode", heads
+        yield "gated_delta_rule_mtp", heads
+
+
+KINDS = ["llama-8b", "llama-1b", "gemma2-9b", "gemma2-27b", "gpt-oss-20b", "qwen3-30b-a3b", "qwen3-next-80b-a3b",
+         "qwen3-235b-a22b-fp8", "deepseek-v3"]  # fmt: skip  # others have the kernels of one of these
+KV_DTYPES = (None, "float8_e4m3fn", "float8_e5m2")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_serving_calls_are_shipped_and_listed(name: str) -> None:
+    """Each call is rehearsed; a kernel that no package has, or that `prebuild --model` does not list, is named."""
+    model, shipped = MODELS[name], {a.id for a in aot.grid(("cubin",))}
+    missing: set[str] = set()
+    for kv, page in itertools.product(KV_DTYPES, (1, 16, 64, 128)):
+        if model.latent and kv == "float8_e5m2":
+            continue  # refused: no kernel reads it
+        options = Options(kv_dtype=kv, page_size=page)
+        listed = set(iterate_specs(model, HOPPER, options))
+        calls = [*attention(model, kv, page), *(other(model) if (kv, page) == (None, 16) else ())]
+        for function, sizes in calls:
+            for spec in chosen(HOPPER, function, sizes):
+                files = [artifact.id for artifact in sources.artifacts(spec)[1:]]
+                missing |= {f"not shipped: {function}: {file}" for file in files if file not in shipped}
+                if spec not in listed:
+                    missing.add(f"not listed: {function}: {spec.name}")
+    assert sorted(missing) == []
+
+
+def test_every_listed_kernel_is_shipped() -> None:
+    """For each model, target and option: prebuilt packages leave nothing to compile."""
+    shipped = {artifact.id for artifact in aot.grid(("cubin",))}
+    wrong = set()
+    for (name, model), arch, kv in itertools.product(MODELS.items(), PREBUILT_ARCHS, profiles.KV_DTYPES):
+        if model.latent and kv == "e5m2":
+            continue
+        for tp, page in ((1, 16), (2, 1), (8, 64)):
+            tp = tp if model.num_qo_heads % tp == 0 else 1
+            options = Options(kv_dtype=kv, page_size=page, tp=tp, spec_tokens=4, lora=True)
+            specs = iterate_specs(model, Target("cuda", arch), options)
+            wrong |= {f"{name}: {a.id}" for spec in specs for a in sources.artifacts(spec)[1:] if a.id not in shipped}
+    assert sorted(wrong) == []
+
+
+def ops_of(name: str, **options: Any) -> set[str]:
+    return {spec.op.name for spec in specs_of_model(name, HOPPER, **options)}
+
+
+def test_models_have_the_kernels_of_their_layers() -> None:
+    """Experts, latent attention and linear attention are not those of a dense model."""
+    dense = ops_of("llama-8b")
+    assert ops_of("mixtral-8x7b") - dense >= {"moe_route", "moe_sort", "moe_experts", "moe_gated_gemm", "gemm"}
+    assert ops_of("gpt-oss-20b") - dense >= {"moe_route", "moe_mixed_gemm", "moe_experts"}
+    deepseek = ops_of("deepseek-v3")
+    assert {"batch_mla", "mla_plan", "concat_mla_k", "moe_experts"} <= deepseek and "batch_decode" not in deepseek
+    assert ops_of("qwen3-next-80b-a3b") - dense >= {"chunk_gated_delta_rule", "recurrent_gated_delta_rule"}
+    assert ops_of("llama-8b", tp=4, spec_tokens=3, lora=True) - dense == {"all_reduce", "chain_speculative", "gemm"}
+
+
+def names_of(**options: Any) -> set[str]:
+    return {spec.name for spec in specs_of_model("llama-8b", HOPPER, **options)}
+
+
+def test_options_change_what_is_listed() -> None:
+    assert any("q_f16_kv_f16" in name for name in names_of(dtype="float16"))
+    assert any("kv_e5m2" in name for name in names_of(kv_dtype="float8_e5m2"))
+    assert {name for name in names_of(logits_dtype="float32") if name.startswith("sample")} < names_of()
+    for wrong in ({"tp": 3}, {"tp": 0}):
+        with pytest.raises(ValueError, match="tp: a divisor of the 32 heads is required"):
+            names_of(**wrong)
+    with pytest.raises(ValueError, match=r"logits_dtype: .* got 'fp9'"):
+        names_of(logits_dtype="fp9")
+
+
+CONFIGS = {
+    "deepseek-v3": {
+        "num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 256, "hidden_size": 7168,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
+    "gpt-oss-20b": {
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
+        "swiglu_limit": 7.0, "quantization_config": {"quant_method": "mxfp4"},
+    },
+    "mixtral-8x7b": {
+        "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "num_local_experts": 8,
+    },
+    "qwen3-next-80b-a3b": {
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512,
+        "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_is_the_model_of_its_name(name: str) -> None:
+    assert model_of(CONFIGS[name]) == MODELS[name]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"kv_lora_rank": 256, "qk_rope_head_dim": 64}, r"kv_lora_rank and qk_rope_head_dim of \(512, 64\)"),
+        ({"mamba_d_state": 128}, "Mamba layers are in no profile"),
+        ({"num_experts": 8, "quantization_config": {"quant_method": "awq"}}, "experts in fp8 blocks or mxfp4"),
+        ({"linear_num_key_heads": 4, "linear_key_head_dim": 64}, "a linear_key_head_dim of 128"),
+    ],
+)
+def test_a_configuration_that_no_profile_describes(change: Sizes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        model_of({"num_attention_heads": 8, "head_dim": 64, **change})
+
+
+def test_the_list_of_a_model(cli: Cli, bare: None) -> None:
+    """Name, op, file and place of each file; nothing is compiled."""
+    data = cli.json("prebuild", "--model", "deepseek-v3", "--target", "sm_90a", "--kv-dtype", "e4m3", "--list")
+    assert data["options"]["kv_dtype"] == "e4m3" and data["missing"] == len(data["files"])
+    ops = {file["op"] for file in data["files"]}
+    assert {"batch_mla", "moe_experts", "sample"} <= ops
+    assert {"batch_mla_cuda.so", "mla_plan_cuda_sm_90a.cubin"} <= {file["file"] for file in data["files"]}
+    assert {file["from"] for file in data["files"]} == {None}
+    assert "would compile" in cli("prebuild", "--model", "llama-8b", "--target", "sm_90a", "--list")
+
+
+def test_a_folder_of_a_build_image_serves(
+    cli: Cli, bare: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`prebuild --output` in an image with compilers, FI_CUBIN_DIR in one without."""
+    from fi_core.runtime.build import toolchain
+    from fi_core.runtime.resolve import provider, where
+
+    folder = tmp_path / "kernels"
+    command = ("prebuild", "--ops", "get_seq_lens", "--target", "cpu", "--target", "sm_90a")
+    assert "FI_CUBIN_DIR=" in cli(*command, "--output", folder)
+    index = json.loads((folder / "index.json").read_text())
+    assert len(index["artifacts"]) == 3
+    cli(*command, "--output", folder, code=1)
+    assert "a folder that is missing or empty is required" in cli.err
+    monkeypatch.setenv("FI_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setattr(provider, "providers", lambda: (provider.load_provider("FI_CUBIN_DIR", folder),))
+    monkeypatch.setattr("fi_core.runtime.resolve.providers", provider.providers)
+    monkeypatch.setenv("FI_JIT", "off")
+    for name in ("nvrtc", "nvcc"):
+        monkeypatch.setattr(toolchain, name, lambda: None)
+    monkeypatch.setattr(toolchain, "cxx", lambda machine="": None)
+    for target in (CPU, HOPPER):
+        for spec in aot.specs(aot.ops()["get_seq_lens"], target):
+            assert {found.origin for a in sources.artifacts(spec) if (found := where(a))} == {"FI_CUBIN_DIR"}

@@ -184,6 +184,26 @@ def fuzz(session: nox.Session) -> None:
     session.run(python(session), "-m", "fuzz", *session.posargs, env={"PYTHONPATH": os.pathsep.join(folders)})
 
 
+def build_aarch64(session: nox.Session, dist: Path, **environment: str) -> None:
+    """Host modules for Grace machines, by the cross compiler; in a folder of their own, since pip cannot install them
+    here. The tests ask for the wheel, and say how to get the compiler.
+    """
+    if shutil.which("aarch64-linux-gnu-g++"):
+        command = ("-m", "build", "--wheel", "--no-isolation", "--outdir", str(dist / "aarch64"))
+        session.run("python", *command, "packages/fi-jit-cache", env={**environment, "FI_AOT_MACHINE": "aarch64"})
+
+
+def test_wheels(session: nox.Session, dist: Path, command: str) -> None:
+    """Writes the provenance, installs the wheels and tests the packages as a user gets them."""
+    session.run("python", "tools/provenance.py", str(dist), command)
+    for wheel in sorted(dist.rglob("*.whl")):
+        session.log(f"{wheel.stat().st_size / 1e6:6.2f} MB  {wheel.name}")
+    session.install("--no-deps", "--force-reinstall", *map(str, sorted(dist.glob("*.whl"))))
+    session.install("--find-links", str(dist), *PACKAGES)  # what the wheels ask for and is not here yet
+    session.run("python", "-m", "pip", "check")
+    pytest(session, "-o", "pythonpath=tests tests/packaging", "tests/packaging", workers=2)
+
+
 @nox.session
 def wheels(session: nox.Session) -> None:
     """Build the five wheels into dist/, install them, and test the packages as a user gets them."""
@@ -196,26 +216,32 @@ def wheels(session: nox.Session) -> None:
     for name in PACKAGES:
         command = ("-m", "build", "--wheel", "--no-isolation", "--outdir", str(dist), f"packages/{name}")
         session.run("python", *command, env=store)
-    # Host modules for Grace machines, by the cross compiler; in a folder of their own, since pip cannot install them
-    # here. The tests ask for the wheel, and say how to get the compiler.
-    if shutil.which("aarch64-linux-gnu-g++"):
-        command = (
-            "-m",
-            "build",
-            "--wheel",
-            "--no-isolation",
-            "--outdir",
-            str(dist / "aarch64"),
-            "packages/fi-jit-cache",
-        )
-        session.run("python", *command, env={**store, "FI_AOT_MACHINE": "aarch64"})
-    session.run("python", "tools/provenance.py", "dist", "nox -s wheels")
-    for wheel in sorted(dist.rglob("*.whl")):
-        session.log(f"{wheel.stat().st_size / 1e6:6.2f} MB  {wheel.name}")
-    session.install("--no-deps", "--force-reinstall", *map(str, sorted(dist.glob("*.whl"))))
-    session.install("--find-links", str(dist), *PACKAGES)  # what the wheels ask for and is not here yet
-    session.run("python", "-m", "pip", "check")
-    pytest(session, "-o", "pythonpath=tests tests/packaging", "tests/packaging", workers=2)
+    build_aarch64(session, dist, **store)
+    test_wheels(session, dist, "nox -s wheels")
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Build, check and test what a release uploads, without the store; after `--install-only` without a network."""
+    install_torch(session)
+    install_builders(session)
+    install_tools(session, "release")
+    dist = ROOT / "dist"
+    session.run("python", "tools/release.py", "check")
+    shutil.rmtree(dist, ignore_errors=True)
+    session.run("python", "tools/rebuild.py", "--out", str(dist))
+    build_aarch64(session, dist)
+    files = [str(path) for pattern in ("*.whl", "*.tar.gz") for path in sorted(dist.rglob(pattern))]
+    session.run("twine", "check", "--strict", *files)
+    # W002: the metadata of FlashInfer's distributions in fi-core holds equal files; SECURITY.md explains them.
+    session.run("check-wheel-contents", "--ignore", "W002", *(file for file in files if file.endswith(".whl")))
+    for wheel in sorted(dist.rglob("fi_jit_cache-*.whl")):
+        session.run("auditwheel", "show", str(wheel))
+    session.run("python", "tools/release.py", "bills", str(dist))
+    test_wheels(session, dist, "nox -s release")
+    session.run("fi-core", "verify", "--deep")
+    session.run("fi-core", "doctor")
+    session.run("python", "tools/release.py", "uploads", str(dist))
 
 
 @nox.session

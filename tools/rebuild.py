@@ -117,6 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("packages", nargs="*", metavar="PACKAGE", help=f"default: {', '.join(PACKAGES)}")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="compare with its wheels by content")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep the files of the first clone here")
     given = parser.parse_args()
     unknown = [name for name in given.packages if name not in PACKAGES]
     if unknown:
@@ -140,6 +141,8 @@ def main() -> None:
             build(long / "clone", base / "second", packages, 0o077, ELSEWHERE)
             found = compare(base / "first", base / "second")
         count = len(list((base / "first").iterdir()))
+        if given.out:
+            shutil.copytree(base / "first", given.out, dirs_exist_ok=True)
     for line in found:
         print(line)
     print(f"{count} files of {len(packages)} packages, {len(found)} differences")

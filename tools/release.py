@@ -1,0 +1,93 @@
+"""The checks of `nox -s release` that no tool has: the state of the tree, bills of materials, and what to upload.
+
+`python tools/release.py check` before the build, `... bills dist` and `... uploads dist` after it. Nothing is tagged,
+signed or uploaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def problems(version: str, changelog: str, changes: str, tags: list[str]) -> Iterator[str]:
+    """What keeps a tree from being released.
+
+    Args:
+        version: of the packages.
+        changelog: the text of CHANGELOG.md.
+        changes: the output of `git status --porcelain`.
+        tags: those of HEAD; a tree without one is checked before it is tagged.
+    """
+    if changes:
+        yield f"the tree has changes that are not committed: {changes.splitlines()[0]}"
+    if not re.search(rf"^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE):
+        yield f"CHANGELOG.md: a section '## {version} - YYYY-MM-DD' is required"
+    unreleased = re.search(r"^## Unreleased$(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
+    if unreleased and "- " in unreleased[1]:
+        yield f"CHANGELOG.md: lines under Unreleased belong to the section of {version}"
+    if tags and f"v{version}" not in tags:
+        yield f"HEAD has the tag {', '.join(tags)}; VERSION says v{version}"
+
+
+def check() -> int:
+    version = (ROOT / "VERSION").read_text().strip()
+    tags = [tag for tag in git("tag", "--points-at", "HEAD").splitlines() if tag.startswith("v")]
+    found = list(problems(version, (ROOT / "CHANGELOG.md").read_text(), git("status", "--porcelain"), tags))
+    for line in found:
+        print(f"release: {line}")
+    return bool(found)
+
+
+def bills(folder: Path) -> int:
+    """Validates the bill of materials of each wheel by the strict schema of CycloneDX."""
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
+    failed = 0
+    for wheel in sorted(folder.rglob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = (n for n in archive.namelist() if re.search(r"\.dist-info/sboms/[^/]+\.cdx\.json$", n))
+            text = archive.read(name).decode()
+        error = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
+        failed += error is not None
+        print(f"{wheel.name}: {len(json.loads(text)['components'])} components, {error or 'valid'}")
+    return bool(failed)
+
+
+def uploads(folder: Path) -> int:
+    """Prints what a person does with the files."""
+    version = (ROOT / "VERSION").read_text().strip()
+    files = sorted(path for pattern in ("*.whl", "*.tar.gz") for path in folder.rglob(pattern))
+    print(f"Release {version} of {git('rev-parse', 'HEAD')} is ready. A person now")
+    print(f"  tags the commit:            git tag -s v{version}")
+    print("  uploads, with attestations of a trusted publisher:")
+    for path in files:
+        print(f"    {path.relative_to(folder)}  {path.stat().st_size / 1e6:.2f} MB")
+    print(f"  publishes beside them:      {folder / 'provenance.intoto.json'}")
+    return 0
+
+
+def main() -> int:
+    step, *rest = sys.argv[1:] or [""]
+    if step == "check" and not rest:
+        return check()
+    if step in ("bills", "uploads") and len(rest) == 1:
+        return (bills if step == "bills" else uploads)(Path(rest[0]))
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -110,3 +110,29 @@ def test_no_source_without_an_op() -> None:
 
     used = {KERNELS / op.source for op in ops().values()}
     assert sorted(relative(p) for p in files_of(KERNELS / "csrc", ".cc") if p not in used) == []
+
+
+# Instructions that order shared memory for another proxy or thread: a proxy fence, an arrival at a raw barrier, and a
+# stage that one lane gives back for its warp. Pipelines and wrappers of include/fi/cuda own them; a line elsewhere says
+# why in a comment "// order: <rule>: <reason>", on it or within three lines above.
+RAW_ORDER = re.compile(
+    r"\bfence_async\w*\(|\.arrive(_at|_copies)?\("
+    r"|if \((\w+\.)?(lane|thread|threadIdx\.x % (32|128)) == 0[^;]*\.release\("
+)
+ORDERED = re.compile(r"// order: \w+: \S")
+WITHOUT_A_REASON = 62  # lines; the number only falls
+
+
+def test_raw_ordering_outside_of_the_blocks_has_a_reason() -> None:
+    found = []
+    for path in files_of(INCLUDE, ".h", ".cuh"):
+        if path.is_relative_to(INCLUDE / "fi" / "cuda"):
+            continue
+        lines = path.read_text().splitlines()
+        for number, line in enumerate(lines):
+            code = line.partition("//")[0]
+            if RAW_ORDER.search(code) and not ORDERED.search("\n".join(lines[max(0, number - 3) : number + 1])):
+                found.append(f"{relative(path)}:{number + 1}: {code.strip()}")
+    assert len(found) <= WITHOUT_A_REASON, "\n".join(
+        [f"{len(found)} lines, of which a new one needs a reason:", *found]
+    )

@@ -206,8 +206,8 @@ class CaseRun:
             self.log.detail(f"{name}.shape", value.shape)
             if not value.is_contiguous():
                 self.log.detail(f"{name}.stride()", value.stride())
-        for name, value in (self.case.details(self.inputs) if self.case.details else {}).items():
-            self.log.detail(name, value)
+        for name, shown in (self.case.details(self.inputs) if self.case.details else {}).items():
+            self.log.detail(name, shown)
 
     def _check(self, runner: backends.Runner) -> dict[str, Any]:
         """Runs once on poisoned outputs and compares them with the fp64 reference."""

@@ -174,8 +174,8 @@ def layer(p: Namespace, kind: str, device: Any, generator: Any, tokens_kind: str
         down_scale *= 0.1  # small outputs, so that the tolerance covers values that round to the other side
     shape = (p.num_tokens, hidden)
     if tokens_kind == "fp8":  # one scale, which is the same in all runs
-        tokens, scale = normal(shape, 1 / TOKEN_SCALE, torch.float8_e4m3fn, device, generator), TOKEN_SCALE
-        scale = torch.tensor(scale, device=device)
+        tokens = normal(shape, 1 / TOKEN_SCALE, torch.float8_e4m3fn, device, generator)
+        scale = torch.tensor(TOKEN_SCALE, device=device)
     else:
         tokens, scale = quantized(tokens_kind, shape, 1.0, dtype, device, generator)
     return {

@@ -156,16 +156,12 @@ class AllReduceFusionWorkspace(ABC):
         world_size, rank: of the group.
     """
 
+    backend = ""  # its name, which a class gives
     one_host = True
     shared: dict[str, Any]
 
     def __init__(self, world_size: int, rank: int) -> None:
         self.world_size, self.rank = world_size, rank
-
-    @property
-    @abstractmethod
-    def backend(self) -> str:
-        """The name of the backend."""
 
     @abstractmethod
     def is_buffer_size_sufficient(

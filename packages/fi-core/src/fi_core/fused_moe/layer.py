@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 # The axis of tokens of the arguments of a layer, by which plans reach the kernels of other numbers of tokens.
-TOKENS = dict.fromkeys(
+TOKENS: dict[str, int] = dict.fromkeys(
     (
         "input", "token_selected_experts", "token_final_scales", "hidden_states", "routing_logits", "topk_ids",
         "routing_replay_out", "output",

@@ -118,7 +118,8 @@ def refuse(instead: str, **options: Any) -> None:
     """Raises NotImplementedError for the first option that is set, so neither None nor False nor 0; says what to do."""
     for name, value in options.items():
         if value is not None and not (isinstance(value, (int, float)) and value == 0):
-            got = f"{value.dtype} of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
+            shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+            got = repr(value) if shape is None else f"{dtype} of shape {tuple(shape)}"
             raise NotImplementedError(f"{name}: not supported, {instead}; got {got}")
 
 

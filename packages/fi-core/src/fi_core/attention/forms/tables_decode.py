@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     Scale = float | torch.Tensor
 
-_BACKENDS = dict.fromkeys(("auto", "trtllm-gen", "xqa"), 0)
+_BACKENDS: dict[str, int] = dict.fromkeys(("auto", "trtllm-gen", "xqa"), 0)
 _LN2 = math.log(2)
 # Requests that differ in query tokens: decode is the faster way up to these (docs/notes/decode-draft-tokens.md).
 _ONE_WAVE, _MOST_MASKED = 128, 256  # row tiles of all requests; rows of a kv head

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     Scale = float | torch.Tensor
 
-_BACKENDS = dict.fromkeys(("auto", "trtllm-gen", "cute-dsl", "cutlass"), 0)
+_BACKENDS: dict[str, int] = dict.fromkeys(("auto", "trtllm-gen", "cute-dsl", "cutlass"), 0)
 
 
 def attend_once(

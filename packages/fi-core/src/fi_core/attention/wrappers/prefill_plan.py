@@ -286,7 +286,7 @@ class BatchPrefillPlan(BatchWrapper):
         fields = {**batch, **self._masks(custom, packed, tables[:2], lengths, non_blocking)}
         fields["kv_tokens"] = (batch["kv_last"] or 0) * plan.page_size
         if items[2] or not (items[0] is items[1] is items[3] is None):
-            fields |= items_fields(plan.batch_size, *items, lambda *x: self._on_device(*x, non_blocking))
+            fields |= items_fields(plan.batch_size, *items, lambda name, x: self._on_device(name, x, non_blocking))
         self._most = most
         kept = "items" if fields.get("items") is not None else "plain" if fields["mask"] is None else "custom"
         if kept not in tiled:

@@ -50,6 +50,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ("nvcc_threads", "FI_NVCC_THREADS", "4", 4),
         ("nvcc_launcher", "FI_NVCC_LAUNCHER", "ccache", ("ccache",)),
         ("cxx_launcher", "FI_CXX_LAUNCHER", "nice -n 5", ("nice", "-n", "5")),
+        ("delays", "FI_DELAYS", "Waits", "waits"),
         ("sanitize", "FI_SANITIZE", "undefined, address", ("address", "undefined")),
         ("extra_cflags", "FI_EXTRA_CFLAGS", "-DA='x y' -g", ("-DA=x y", "-g")),
         ("extra_cudaflags", "FI_EXTRA_CUDAFLAGS", "-G", ("-G",)),

@@ -123,12 +123,37 @@ def test_sanitized_and_shipped_modules_stay_apart(tmp_path: Path, monkeypatch: p
         aot.build(tmp_path, ("cpu",))
 
 
-@pytest.mark.parametrize(("variable", "flag"), [("FI_EXTRA_CUDAFLAGS", "-DX"), ("FI_JIT_LINEINFO", "-lineinfo")])
+def test_delayed_and_shipped_binaries_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FI_DELAYS loads no device binary of a package; its own have another name in the store for each group."""
+    op = ops()["get_seq_lens"]
+    monkeypatch.setattr(aot, "ops", lambda: {op.name: op})
+    monkeypatch.setenv("FI_CUDA_ARCH_LIST", "9.0a")
+    monkeypatch.setenv("FI_AOT_STORE", "1")
+    aot.build(tmp_path, ("cpu", "cubin"))
+    monkeypatch.setattr("fi_core.runtime.resolve.providers", lambda: (provider.load_provider("here", tmp_path),))
+    (module,), (image,) = aot.artifacts(("cpu",)), aot.artifacts(("cubin",))
+    keys = {compiler.key(image)}
+    for group in compiler.DELAYS:
+        monkeypatch.setenv("FI_DELAYS", group)
+        assert list(prebuilt(image)) == []
+        assert len(list(prebuilt(module))) == 1
+        keys.add(compiler.key(image))
+    assert len(keys) == 1 + len(compiler.DELAYS)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "flag"),
+    [
+        ("FI_EXTRA_CUDAFLAGS", "-DX", "-DX"),
+        ("FI_JIT_LINEINFO", "1", "-lineinfo"),
+        ("FI_DELAYS", "waits", "-DFI_DELAYS=2"),
+    ],
+)
 def test_a_package_has_no_flags_of_the_environment(
-    variable: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variable: str, value: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     op = ops()["get_seq_lens"]
     monkeypatch.setattr(aot, "ops", lambda: {op.name: op})
-    monkeypatch.setenv(variable, "-DX" if flag == "-DX" else "1")
+    monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=f"a package ships binaries without {flag}: unset FI_EXTRA_CFLAGS"):
         aot.build(tmp_path, ("cubin",))

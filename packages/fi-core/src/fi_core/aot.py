@@ -126,7 +126,7 @@ def check_flags(wanted: Iterable[Artifact]) -> None:
         if other:
             raise ValueError(
                 f"a package ships binaries without {' '.join(sorted(other))}: unset FI_EXTRA_CFLAGS, FI_EXTRA_LDFLAGS, "
-                "FI_EXTRA_CUDAFLAGS, FI_JIT_DEBUG, FI_JIT_VERBOSE and FI_JIT_LINEINFO"
+                "FI_EXTRA_CUDAFLAGS, FI_DELAYS, FI_JIT_DEBUG, FI_JIT_VERBOSE and FI_JIT_LINEINFO"
             )
 
 

@@ -235,6 +235,12 @@ class Env:
     sanitize = Variable[tuple[str, ...]](
         _subset("address", "undefined"), (), "build", "Sanitizers in host modules; address needs LD_PRELOAD of libasan."
     )
+    delays = Variable[str](
+        _choice("arrivals", "waits", "waited", "copies", "barriers", "counters", "patience"),
+        "",
+        "build",
+        "Random delays around one group of synchronising instructions of device code (`python tools/delays.py`).",
+    )
     jit_lineinfo = Variable[bool](BOOL, False, "build", "Add -lineinfo for profilers.")
     jit_prebuild_max_jobs = Variable[int | None](
         POSITIVE, None, "build", "Compile jobs at once when many kernels are built ahead; wins over MAX_JOBS there."

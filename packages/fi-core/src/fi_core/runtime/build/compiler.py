@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -25,6 +26,11 @@ KIND_FLAGS = {
     "cuda": ("-DFI_CUDA=1", "-O1"),  # a launcher is checks and one driver call: -O2 compiles 0.3 s longer for nothing
 }
 DEVICE_FLAGS = ("-std=c++17",)
+# The groups of FI_DELAYS, as fi/cuda/ptx/delay.cuh has them.
+DELAYS = {"arrivals": 1, "waits": 2, "waited": 4, "copies": 8, "barriers": 16, "counters": 32, "patience": 64}
+# What ptxas says when it makes the products of a warpgroup wait for each other. Such a kernel has other races than the
+# one that ships; that a wait ends is the same in both.
+SERIALISED = re.compile("C75(?:08|12)[^\n]*")
 
 
 def _debug() -> bool:
@@ -59,7 +65,8 @@ def flags(artifact: Artifact, *, shipped: bool = False) -> tuple[str, ...]:
 
 
 def _device_extra() -> tuple[str, ...]:
-    return ("-G",) if _debug() else ("-lineinfo",) if env.jit_lineinfo else ()
+    delays = (f"-DFI_DELAYS={DELAYS[env.delays]}",) if env.delays else ()
+    return (*delays, *(("-G",) if _debug() else ("-lineinfo",) if env.jit_lineinfo else ()))
 
 
 def _search(artifact: Artifact, directory: Path) -> list[str]:
@@ -208,6 +215,11 @@ def compile_artifact(artifact: Artifact, directory: Path) -> None:
             raise diagnose.failure(artifact.name, line, said)
         if env.jit_verbose:
             diagnose.logger().info("%s\n%s", " ".join(line), said)
+    if env.delays not in ("", "patience") and (serialised := SERIALISED.search(said)):
+        raise CompileError(
+            f"building {artifact.name} with FI_DELAYS={env.delays} makes ptxas serialise its products, which hides "
+            f"races: {serialised[0]}", hint="take registers from the delay, or sites from its group"
+        )  # fmt: skip
     if said.strip():
         (directory / f"{artifact.name}.log").write_text(said)
     diagnose.logger().debug("built %s for %s in %.2f s", artifact.name, artifact.target, time.perf_counter() - start)

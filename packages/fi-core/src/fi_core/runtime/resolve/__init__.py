@@ -67,9 +67,9 @@ class Answer(NamedTuple):
 def answers(artifact: Artifact) -> Iterator[Answer]:
     """The answers of the installed packages, best first; packages without such artifacts give none.
 
-    Packages ship plain host modules, so FI_SANITIZE has them all compiled here.
+    Packages ship plain binaries: FI_SANITIZE has all host modules compiled here, FI_DELAYS all device binaries.
     """
-    if env.sanitize and artifact.kind != "cubin":
+    if env.delays if artifact.kind == "cubin" else env.sanitize:
         return
     choices = alternatives(artifact)
     for choice in choices:

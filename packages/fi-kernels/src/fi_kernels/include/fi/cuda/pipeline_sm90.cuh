@@ -53,8 +53,10 @@ struct Pipeline {
   // One arrival. Plain stores that wgmma or TMA reads take fence_async_shared before.
   FI_DEVICE void commit(int stage) { full[stage].arrive(); }
 
-  // Waits until producers have filled the stage.
+  // Waits until producers have filled the stage. Where a producer that has arrived did not fence plain stores or
+  // cp.async, a reader by wgmma or TMA takes fence_async_shared behind it.
   FI_DEVICE void wait(const PipelineState& at) { full[at.stage].wait(at.phase); }
+  // Plain reads take no fence before a copy fills the stage again (docs/notes/synchronisation-fences).
   FI_DEVICE void release(int stage) { empty[stage].arrive(); }
 };
 

@@ -7,7 +7,10 @@ namespace fi {
 
 // Dynamic: CTAs take numbers from counters in global memory, which are 0 between launches. A CTA that begins with tile
 // blockIdx.x without asking adds gridDim.x to each number.
-FI_DEVICE int take_tile(int32_t* next) { return atomicAdd(next, 1); }
+FI_DEVICE int take_tile(int32_t* next) {
+  delay<kDelayCounters>();
+  return atomicAdd(next, 1);
+}
 // By one thread of each CTA, once it takes no more: the last of them makes the counters ready for the next launch.
 FI_DEVICE void retire_cta(int32_t* next, int32_t* ctas_done) {
   if (atomicAdd(ctas_done, 1) == static_cast<int>(gridDim.x) - 1) *next = *ctas_done = 0;

@@ -6,7 +6,9 @@
 namespace fi {
 
 FI_DEVICE void barrier_sync(int barrier, int threads) {
+  delay<kDelayBarriers>();
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+  delay<kDelayBarriers>();
 }
 // Whether x is true in any of the threads. NOTE: the vote tells the compiler that all lanes get the same.
 FI_DEVICE bool barrier_any(int barrier, int threads, bool x) {

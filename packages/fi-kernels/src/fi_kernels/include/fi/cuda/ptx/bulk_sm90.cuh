@@ -10,12 +10,14 @@ constexpr uint64_t kEvictFirst = 0x12F0000000000000ull, kEvictNormal = 0x1000000
 
 // Global to this CTA's shared memory; the bytes complete on the barrier.
 FI_DEVICE void bulk_load(void* shared, const void* global, unsigned bytes, Barrier& barrier) {
+  delay<kDelayCopies>();
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    static_cast<unsigned>(__cvta_generic_to_shared(shared))),
                "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(barrier.address())
                : "memory");
 }
 FI_DEVICE void bulk_load(void* shared, const void* global, unsigned bytes, Barrier& barrier, uint64_t policy) {
+  delay<kDelayCopies>();
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
           "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
@@ -24,6 +26,7 @@ FI_DEVICE void bulk_load(void* shared, const void* global, unsigned bytes, Barri
 }
 // To the same place of the CTAs of the cluster whose bits `ctas` has; the bytes complete on the barrier of each.
 FI_DEVICE void bulk_load_multicast(void* shared, const void* global, unsigned bytes, Barrier& barrier, uint16_t ctas) {
+  delay<kDelayCopies>();
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
       "%4;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
@@ -32,6 +35,7 @@ FI_DEVICE void bulk_load_multicast(void* shared, const void* global, unsigned by
 }
 // Shared memory of this CTA to that of another CTA of the cluster, by addresses; the bytes complete on its barrier.
 FI_DEVICE void bulk_send(unsigned to, unsigned from, unsigned bytes, unsigned barrier) {
+  delay<kDelayCopies>();
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "r"(from), "r"(bytes), "r"(barrier)
                : "memory");
@@ -45,6 +49,7 @@ FI_DEVICE void bulk_prefetch(const void* global, unsigned bytes) {
 }
 // Shared memory to global, in this thread's current group.
 FI_DEVICE void bulk_store(void* global, const void* shared, unsigned bytes) {
+  delay<kDelayCopies>();
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(global)),
                "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "r"(bytes)
                : "memory");

@@ -23,10 +23,19 @@ FI_DEVICE unsigned cluster_index() {
 }
 
 // A barrier of all threads of the cluster in two halves: what was written before arrive is seen after wait.
-FI_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+FI_DEVICE void cluster_arrive() {
+  delay<kDelayBarriers>();
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
 // The same without the order of memory, which takes a fence of the device: it tells that this CTA runs.
-FI_DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-FI_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+FI_DEVICE void cluster_arrive_relaxed() {
+  delay<kDelayBarriers>();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+FI_DEVICE void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  delay<kDelayBarriers>();
+}
 FI_DEVICE void cluster_sync() {
   cluster_arrive();
   cluster_wait();
@@ -67,23 +76,27 @@ FI_DEVICE void cluster_store_u32x4(unsigned address, uint4 x) {
 }
 // Stores to another CTA that complete their bytes on a barrier of that CTA (PTX ISA, st.async).
 FI_DEVICE void cluster_send_u64(unsigned address, uint64_t x, unsigned barrier) {
+  delay<kDelayCopies>();
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address), "l"(x),
                "r"(barrier)
                : "memory");
 }
 FI_DEVICE void cluster_send_u32x4(unsigned address, uint4 x, unsigned barrier) {
+  delay<kDelayCopies>();
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
       "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(barrier)
       : "memory");
 }
 FI_DEVICE void cluster_send_f32x4(unsigned address, float4 x, unsigned barrier) {
+  delay<kDelayCopies>();
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
       "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
       : "memory");
 }
 FI_DEVICE void cluster_send_f32x2(unsigned address, float2 x, unsigned barrier) {
+  delay<kDelayCopies>();
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
                "f"(x.x), "f"(x.y), "r"(barrier)
                : "memory");

@@ -61,6 +61,7 @@ FI_DEVICE void prefetch_l2(const void* p) {
 // Adds 1 to a counter of the device and returns what it was. Orders this thread's accesses, and those it has seen by
 // way of a barrier: who finds a larger value sees what was written before.
 FI_DEVICE int count_device(int* counter) {
+  delay<kDelayCounters>();
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
                : "=r"(before)
@@ -70,6 +71,7 @@ FI_DEVICE int count_device(int* counter) {
 }
 // The same modulo `modulus`.
 FI_DEVICE uint32_t count_device(uint32_t* counter, uint32_t modulus) {
+  delay<kDelayCounters>();
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                : "=r"(before)
@@ -79,6 +81,7 @@ FI_DEVICE uint32_t count_device(uint32_t* counter, uint32_t modulus) {
 }
 // The value of a counter. What this thread did before is seen by all who count later, as by an increment.
 FI_DEVICE uint32_t meet_device(uint32_t* counter) {
+  delay<kDelayCounters>();
   uint32_t x;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 0;"
                : "=r"(x)
@@ -88,6 +91,7 @@ FI_DEVICE uint32_t meet_device(uint32_t* counter) {
 }
 // Adds 1 to a counter of the device, as count_device does, without the value: the thread does not wait for it.
 FI_DEVICE void signal_device(int* counter) {
+  delay<kDelayCounters>();
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(__cvta_generic_to_global(counter)) : "memory");
 }
 // The value of a counter that other CTAs increment by count_device or signal_device. Orders later accesses of this
@@ -95,11 +99,13 @@ FI_DEVICE void signal_device(int* counter) {
 FI_DEVICE int load_device(const int* counter) {
   int x;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(__cvta_generic_to_global(counter)) : "memory");
+  delay<kDelayCounters>();
   return x;
 }
 FI_DEVICE uint32_t load_device(const uint32_t* counter) {
   uint32_t x;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(__cvta_generic_to_global(counter)) : "memory");
+  delay<kDelayCounters>();
   return x;
 }
 

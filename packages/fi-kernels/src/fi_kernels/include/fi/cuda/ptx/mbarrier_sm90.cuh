@@ -16,13 +16,20 @@ struct Barrier {
   FI_DEVICE void init(unsigned arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
   }
-  FI_DEVICE void arrive() { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory"); }
+  FI_DEVICE void arrive() {
+    delay<kDelayArrivals>();
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
+  }
   // Several arrivals at once.
   FI_DEVICE void arrive(unsigned count) {
+    delay<kDelayArrivals>();
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(count) : "memory");
   }
-  // At this barrier of another CTA of the cluster. Says only that this thread has read what that CTA overwrites.
+  // At this barrier of another CTA of the cluster. Says only that this thread has read what that CTA overwrites: data
+  // goes with complete_tx, so that neither this nor a wait needs the order of the cluster, which costs a fence of the
+  // device.
   FI_DEVICE void arrive_at(unsigned rank) {
+    delay<kDelayArrivals>();
     asm volatile(
         "{\n"
         ".reg .b32 remote;\n"
@@ -34,10 +41,12 @@ struct Barrier {
   }
   // One arrival, and `bytes` more that copies complete in this phase.
   FI_DEVICE void arrive_expect(unsigned bytes) {
+    delay<kDelayArrivals>();
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
   }
   // One arrival when this thread's cp.async copies so far are done.
   FI_DEVICE void arrive_copies() {
+    delay<kDelayArrivals>();
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address()) : "memory");
   }
   FI_DEVICE bool try_wait(unsigned parity) {
@@ -68,8 +77,10 @@ struct Barrier {
     return done != 0;
   }
   FI_DEVICE void wait(unsigned parity) {
-    while (!try_wait(parity)) {
-    }
+    delay<kDelayWaits>();
+    const WaitLimit limit;
+    while (!try_wait(parity)) limit.check();
+    delay<kDelayWaited>();
   }
 };
 

@@ -1,5 +1,6 @@
 // Programmatic dependent launch (PTX ISA, griddepcontrol): no-ops before sm_90.
 #pragma once
+#include "fi/cuda/ptx/delay.cuh"
 
 #define FI_DEVICE __device__ __forceinline__
 
@@ -17,6 +18,7 @@ FI_DEVICE void pdl_wait() {
 FI_DEVICE void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  delay<kDelayCounters>();
 #endif
 }
 

@@ -32,11 +32,13 @@ FI_DEVICE void store_system_word(void* p, uint32_t x) {
 FI_DEVICE void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 // A flag: what this thread wrote before the store is visible to who loads the flag's value.
 FI_DEVICE void store_flag(void* p, uint32_t x) {
+  delay<kDelayCounters>();
   asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(x) : "memory");
 }
 FI_DEVICE uint32_t load_flag(const void* p) {
   uint32_t x;
   asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(x) : "l"(__cvta_generic_to_global(p)) : "memory");
+  delay<kDelayCounters>();
   return x;
 }
 // Nanoseconds; it advances in steps of up to a microsecond.

@@ -1,0 +1,107 @@
+"""The gate of delays: its command, its planted errors, and what a build with delays must not do."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import delays
+from fi_core.aot import specs
+from fi_core.registry import ops
+from fi_core.runtime.build import compiler, sources, toolchain
+from fi_core.runtime.errors import CompileError
+from fi_core.runtime.spec.op import Spec
+from kernels import census
+from kernels.kept import kept
+from kernels.test_device_code import SERIALISED
+from planted import ERRORS
+
+COMMAND = Path(delays.__file__)
+
+
+def test_every_case_can_be_read() -> None:
+    lines = delays.read(delays.LINES)
+    assert len(lines) > 40
+    assert all(delays.arguments(line) for line in lines)
+
+
+def test_equal_runs_pass_and_a_case_that_does_not_run_fails(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.txt"
+    words = [sys.executable, COMMAND, "--device=cpu", "--groups=waits", "--repeats=2", "--jobs=2", f"--lines={lines}"]
+    lines.write_text("--routine rmsnorm --batch_size 3 --hidden_size 64  # a comment\n")
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 cases x 1 groups, 2 runs each" in done.stdout
+    lines.write_text("--routine rmsnorm --batch_size 3 --hidden_size 64 --input_dtype fp8_e4m3\n")
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "not run: --routine rmsnorm" in done.stdout
+
+
+def test_other_bits_and_failures_are_findings() -> None:
+    plain = delays.Outcome(0, ("a", "a", "a"))
+    assert delays.judged(plain, delays.Outcome(0, ("a", "a"))) == ""
+    assert delays.judged(plain, delays.Outcome(0, ("a", "b"))) == "1 of 2 runs differ"
+    assert "hangs" in delays.judged(plain, delays.Outcome(0, failure="no answer within 9 s: it hangs"))
+
+
+def test_a_checksum_knows_places() -> None:
+    import torch
+
+    x = torch.arange(7, dtype=torch.bfloat16)
+    y = x.clone()
+    y[2], y[3] = x[3], x[2]
+    z = x.clone()
+    z[6] = -z[6]
+    assert len({delays.checksum({"out": t}) for t in (x, y, z)}) == 3
+    assert delays.checksum({"out": x}) == delays.checksum({"out": x.clone()})
+
+
+def test_a_build_that_serialises_products_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a kernel has other races than the one that ships."""
+    spec = next(specs(ops()["get_seq_lens"], census.TARGET))
+    _, artifact = sources.artifacts(spec)
+    monkeypatch.setattr(sources, "text", lambda _: SERIALISED)
+    monkeypatch.setattr(compiler, "SERIALISED", compiler.re.compile("C75[0-9][0-9][^\\n]*"))  # this one's is C7514
+    monkeypatch.setenv("FI_CUDA_COMPILER", "nvrtc")
+    monkeypatch.setenv("FI_DELAYS", "waits")
+    with pytest.raises(CompileError, match="FI_DELAYS=waits makes ptxas serialise its products"):
+        compiler.compile_artifact(artifact, tmp_path)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.name)
+def test_a_planted_error_fits_its_kernel(error: delays.Any, tmp_path: Path) -> None:
+    header = Path("fi") / error.header
+    (tmp_path / header).parent.mkdir(parents=True)
+    shutil.copy(sources.include_dir() / header, tmp_path / header)
+    error.edit(tmp_path)
+    assert (tmp_path / header).read_text() != (sources.include_dir() / header).read_text()
+
+
+def _with_header(name: str) -> Spec:
+    """A configuration for Hopper whose unit includes the header, in fp8 if there is one: it uses all of it."""
+    found = (spec for op in ops().values() for spec in specs(op, census.TARGET))
+    having = [spec for spec in found if f"fi/{name}" in sources.headers(sources.artifacts(spec)[1])]
+    return min(having, key=lambda spec: "e4m3" not in spec.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [e for e in ERRORS if e.kind == "fence"], ids=lambda error: error.name)
+def test_the_census_sees_a_fence_that_went(error: delays.Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = _with_header(error.header)
+    _, artifact = sources.artifacts(spec)
+    identity = (sources.closure(artifact), toolchain.nvcc_identity(), error.old, error.new)
+
+    def edited() -> str:
+        copy = tmp_path / "include"
+        shutil.copytree(sources.include_dir(), copy)
+        error.edit(copy)
+        monkeypatch.setattr(sources, "include_dir", lambda: copy)
+        return census.ptx(spec)
+
+    whole = kept("ptx", spec.name, *identity[:2], ask=lambda: census.ptx(spec))
+    assert census.of_ptx(kept("ptx", spec.name, *identity, ask=edited)) != census.of_ptx(whole)

@@ -1,0 +1,271 @@
+"""Runs kernels with random delays around their synchronisation and compares every bit: `python tools/delays.py`.
+
+A race that a quiet card hides changes results, or hangs, when single warps are slow. FI_DELAYS=<group> compiles device
+code with delays at one group of instructions (fi/cuda/ptx/delay.cuh). This command runs the cases of delays.txt once
+without delays and --repeats times with each group; inputs are the same, outputs hold NaN before each call. It needs a
+GPU and compiles each kernel once a group, so it takes minutes; the store (FI_CACHE_DIR) keeps what it compiles.
+
+Exit code 0: all bits are equal, nothing hung. 1: a case differs, hangs or fails. 2: usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+LINES = Path(__file__).with_suffix(".txt")
+SEED = 7
+
+
+class Outcome(NamedTuple):
+    """What a process found for one line: checksums of each repetition, or why there are none."""
+
+    line: int
+    sums: tuple[str, ...] = ()
+    failure: str = ""
+
+
+def read(path: Path) -> list[str]:
+    """The cases, one a line; comments begin with #."""
+    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    return [line for line in lines if line]
+
+
+def arguments(line: str) -> list[Namespace]:
+    """The points of a line, as fi-bench reads it."""
+    from fi_bench import parsing, sweep
+
+    return list(sweep.points(parsing.parse(["--random_seed", str(SEED), *line.split()])))
+
+
+def checksum(outputs: dict[str, torch.Tensor]) -> str:
+    """A hash of all bits, made on the device: each 16-bit word counts with its place."""
+    import torch
+
+    found = []
+    for name in sorted(outputs):
+        flat = outputs[name].detach().contiguous().flatten().view(torch.uint8)
+        words = torch.nn.functional.pad(flat, (0, -flat.numel() % 2)).view(torch.int16).long()
+        places = torch.arange(words.numel(), device=words.device) * 2654435769 + 1
+        found.append(f"{name}:{int((words * places).sum()) & (1 << 64) - 1:016x}")
+    return " ".join(found)
+
+
+def repeated(args: Namespace, repeats: int, kind: str) -> Iterator[str]:
+    """Checksums of the outputs of the same call, made again and again on fresh inputs and poisoned outputs."""
+    import torch
+
+    from fi_bench import backends, cases, refcheck
+    from fi_bench.runner import fresh
+
+    case = cases.find(args.routine)
+    if case is None:
+        raise LookupError(f"fi-core has no {args.routine}")
+    device = torch.device(kind)
+    torch.manual_seed(SEED)
+    x = case.make(args, device, torch.Generator(device).manual_seed(SEED))
+    runner = backends.bind("auto", case, kind)
+    call = runner.prepare(fresh(x))
+    for _ in range(repeats):
+        inputs = fresh(x)
+        refcheck.poison(inputs, case.poison)
+        yield checksum(runner.outputs(inputs, call(inputs)))
+
+
+def serve(repeats: int, device: str) -> None:
+    """The child: one line of JSON for each line of cases from stdin, then the kernels that it loaded."""
+    from fi_core.registry import loaded_kernels
+
+    for number, line in (json.loads(task) for task in sys.stdin):
+        try:
+            sums = [
+                " / ".join(each) for each in zip(*(repeated(a, repeats, device) for a in arguments(line)), strict=True)
+            ]
+            answer: dict[str, Any] = {"line": number, "sums": sums}
+        except Exception as error:  # whatever it is, it belongs to this case
+            answer = {"line": number, "failure": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+        print(json.dumps(answer), flush=True)
+    print(json.dumps({"kernels": sorted(loaded_kernels())}), flush=True)
+
+
+class Child:
+    """A process with one group of delays, or none, that works through some lines."""
+
+    def __init__(self, group: str, args: Namespace, sources: Path | None = None) -> None:
+        self.limit = args.limit
+        self.environment = {**os.environ, "FI_DELAYS": group}
+        if sources is not None:
+            path = os.pathsep.join([str(sources), *sys.path])
+            self.environment |= {"PYTHONPATH": path}
+        repeats = 3 if group in ("", "patience") else args.repeats
+        self.words = [sys.executable, __file__, "--serve", f"--repeats={repeats}", f"--device={args.device}"]
+        self.kernels: set[str] = set()
+
+    def run(self, lines: dict[int, str]) -> list[Outcome]:
+        found: list[Outcome] = []
+        left = dict(lines)
+        while left:  # a hang or a lost context ends a process; the rest gets another one
+            before = len(left)
+            for outcome in self._process(left):
+                found.append(outcome)
+                left.pop(outcome.line)
+            assert len(left) < before
+        return found
+
+    def _process(self, lines: dict[int, str]) -> Iterator[Outcome]:
+        with subprocess.Popen(
+            self.words, env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdin
+            assert process.stdout
+            process.stdin.write("".join(json.dumps(task) + "\n" for task in lines.items()))
+            process.stdin.close()
+            waiting = list(lines)
+            with selectors.DefaultSelector() as ready:
+                ready.register(process.stdout, selectors.EVENT_READ)
+                while True:
+                    text = process.stdout.readline() if ready.select(self.limit) else None
+                    if text is None:
+                        process.kill()
+                        yield Outcome(waiting[0], failure=f"no answer within {self.limit:g} s: it hangs")
+                        return
+                    if not text:
+                        if waiting:
+                            yield Outcome(waiting[0], failure=f"the process ended with code {process.wait()}")
+                        return
+                    answer = json.loads(text)
+                    if "kernels" in answer:
+                        self.kernels |= set(answer["kernels"])
+                        continue
+                    waiting.remove(answer["line"])
+                    outcome = Outcome(answer["line"], tuple(answer.get("sums", ())), answer.get("failure", ""))
+                    what = outcome.failure or f"{len(set(outcome.sums))} result of {len(outcome.sums)} runs"
+                    print(f"{self.environment['FI_DELAYS'] or 'plain'}: {lines[outcome.line]}: {what}", file=sys.stderr)
+                    yield outcome
+                    if outcome.failure and "CUDA" in outcome.failure:  # the context is lost
+                        process.kill()
+                        return
+
+
+def judged(reference: Outcome, delayed: Outcome) -> str:
+    """What is wrong, or nothing."""
+    if delayed.failure:
+        return delayed.failure
+    wrong = sum(each != reference.sums[0] for each in delayed.sums)
+    return f"{wrong} of {len(delayed.sums)} runs differ" if wrong else ""
+
+
+def main(words: list[str]) -> int:
+    from fi_core.runtime.build.compiler import DELAYS
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", nargs="+", choices=DELAYS, default=list(DELAYS), help="all unless given")
+    parser.add_argument("--repeats", type=int, default=40, help="calls of each case and group (40)")
+    parser.add_argument("--limit", type=float, default=180, help="seconds for one case, its compilation included (180)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once")
+    parser.add_argument("--lines", type=Path, default=LINES, help="file of cases (delays.txt)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the command")
+    parser.add_argument("--json", type=Path, help="write all checksums and failures here")
+    parser.add_argument("--planted", action="store_true", help="put errors into copies of kernels; each must show")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(words)
+    if args.serve:
+        serve(args.repeats, args.device)
+        return 0
+    return planted(args) if args.planted else compared(args)
+
+
+def compared(args: Namespace) -> int:
+    """Every case with every group, in several processes."""
+    lines = dict(enumerate(read(args.lines)))
+    groups = ["", *args.groups]
+    each = max(1, args.jobs // len(groups))  # processes of a group
+    start = time.monotonic()
+
+    def share(group: str, part: int) -> tuple[str, list[Outcome], set[str]]:
+        child = Child(group, args)
+        return group, child.run({n: line for n, line in lines.items() if n % each == part}), child.kernels
+
+    found: dict[str, dict[int, Outcome]] = {group: {} for group in groups}
+    kernels: set[str] = set()
+    with concurrent.futures.ThreadPoolExecutor(len(groups) * each) as pool:
+        for group, outcomes, loaded in pool.map(
+            share, *zip(*((g, p) for g in groups for p in range(each)), strict=True)
+        ):
+            found[group] |= {outcome.line: outcome for outcome in outcomes}
+            kernels |= loaded
+    return report(args, lines, found, kernels, time.monotonic() - start)
+
+
+def planted(args: Namespace) -> int:
+    """Each planted error with its groups. Exit code 1 if one that is no fence does not show."""
+    import fi_kernels
+    from planted import ERRORS
+
+    lines = {error.line: n for n, error in enumerate(ERRORS)}
+    plain = {o.line: o for o in Child("", args).run({n: line for line, n in lines.items()})}
+
+    def seen(error: Any) -> str:
+        with tempfile.TemporaryDirectory(prefix="fi-planted-") as folder:
+            copy = Path(folder) / "fi_kernels"
+            shutil.copytree(Path(fi_kernels.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+            error.edit(copy / "include")
+            found = []
+            for group in error.groups:
+                (outcome,) = Child(group, args, Path(folder)).run({0: error.line})
+                if what := judged(plain[lines[error.line]], outcome):
+                    found.append(f"{group}: {what}")
+        return "; ".join(found)
+
+    results = []
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        for error, what in zip(ERRORS, pool.map(seen, ERRORS), strict=True):
+            results.append(what)
+            print(f"{error.name}: {what or 'not seen'}", flush=True)
+    must = [bool(what) for error, what in zip(ERRORS, results, strict=True) if error.kind != "fence"]
+    print(f"{sum(must)} of {len(must)} seen, and {sum(map(bool, results)) - sum(must)} fences")
+    return 0 if all(must) and not any(o.failure for o in plain.values()) else 1
+
+
+def report(
+    args: Namespace, lines: dict[int, str], found: dict[str, dict[int, Outcome]], kernels: set[str], seconds: float
+) -> int:
+    """Prints what differs and how much ran; returns the exit code."""
+    plain, wrong, skipped = found[""], [], []
+    for number, line in lines.items():
+        if plain[number].failure:
+            skipped.append(f"not run: {line}: {plain[number].failure}")
+        elif len(set(plain[number].sums)) > 1:
+            wrong.append(f"without delays: {line}: runs differ from each other")
+        else:
+            for group in args.groups:
+                what = judged(plain[number], found[group][number])
+                wrong += [f"{group}: {line}: {what}"] if what else []
+    if args.json:
+        rows = {group: {n: o._asdict() for n, o in outcomes.items()} for group, outcomes in found.items()}
+        args.json.write_text(json.dumps({"lines": lines, "groups": rows, "kernels": sorted(kernels)}, indent=1))
+    print("\n".join([*skipped, *wrong]))
+    print(
+        f"{len(lines) - len(skipped)} of {len(lines)} cases x {len(args.groups)} groups, {args.repeats} runs each, "
+        f"{len(kernels)} kernels: {len(wrong)} findings in {seconds:.0f} s"
+    )
+    return 1 if wrong or skipped else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,84 @@
+"""Errors of synchronisation that `tools/delays.py --planted` puts into copies of three kernels: it must see them.
+
+Each takes the place of a line in a header: a wait that goes, a count that is one lower, a release before the last read,
+a barrier that goes, a fence that goes, an arrival that goes. A missing fence need not show: a delay gives the store
+more time to be seen. The census (tests/kernels/census.py) counts fences, so it holds those.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+MLA, GEMM, FP8_GEMM, PREFILL = (
+    "--routine BatchMLAPagedAttentionWrapper --batch_size 9 --s_kv 1501 --num_qo_heads 64 --num_kv_heads 1 "
+    "--head_dim_ckv 512 --head_dim_kpe 64 --page_size 64",
+    "--routine mm_bf16 --m 1000 --n 2048 --k 4096",
+    "--routine gemm_fp8_nt_groupwise --m 1000 --n 2048 --k 4096",
+    "--routine BatchPrefillWithRaggedKVCacheWrapper --batch_size 2 --s_qo 700 --s_kv 700 --num_qo_heads 8 "
+    "--num_kv_heads 2 --q_dtype fp8_e4m3 --kv_dtype fp8_e4m3 --out_dtype bfloat16 --causal",
+)
+
+
+class Planted(NamedTuple):
+    """An error: `old`, which occurs once in the header, becomes `new`. It shows with the delays of one of `groups`."""
+
+    kind: str
+    line: str
+    header: str  # below include/fi
+    old: str
+    new: str
+    groups: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} of {Path(self.header).stem}"
+
+    def edit(self, include: Path) -> None:
+        """Changes the header below a copy of the include folder."""
+        header = include / "fi" / self.header
+        text = header.read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.header} must have once:\n{self.old}")
+        header.write_text(text.replace(self.old, self.new))
+
+
+_MLA, _PRODUCER = "attention/mla/batch_mla_sm90.cuh", "attention/mla/mla_producer_sm90.cuh"
+_LOOP, _GEMM, _STORES = "gemm/mainloop_sm90.cuh", "gemm/gemm_sm90.cuh", "gemm/epilogue_tma_sm90.cuh"
+_FP8 = "attention/prefill/batch_prefill_fp8_sm90.cuh"
+ERRORS = (
+    Planted("wait", MLA, _MLA, "    shared.p_full.wait(number & 1);\n", "", ("barriers", "arrivals")),
+    Planted("count", MLA, _PRODUCER, "p_full.init(kWarpgroup)", "p_full.init(kWarpgroup - 32)", ("arrivals", "waits")),
+    Planted(
+        "release", MLA, _MLA, "    warpgroup_sync(1 + c.group);  // all warps have read the other's probabilities\n",
+        "    release(at.stage, c.group);\n    warpgroup_sync(1 + c.group);\n", ("barriers", "patience"),
+    ),
+    Planted(
+        "barrier", MLA, _MLA, "    barrier_sync(3, 2 * kWarpgroup);\n    if (lane == 0) shared.q_empty.arrive();\n",
+        "    if (lane == 0) shared.q_empty.arrive();\n", ("barriers", "waits"),
+    ),
+    Planted("arrival", MLA, _MLA, "    shared.p_full.arrive();\n", "", ("patience",)),
+    Planted("fence", MLA, _MLA, "    fence_async_shared();\n    shared.p_full.arrive();\n",
+            "    shared.p_full.arrive();\n", ("arrivals",)),
+    Planted("wait", GEMM, _LOOP, "      ring.pipeline.wait(at);\n", "", ("copies",)),
+    Planted("count", GEMM, _GEMM, "ring.pipeline.init(1, kConsumers * 4)", "ring.pipeline.init(1, kConsumers * 4 - 1)",
+            ("waited", "arrivals")),
+    Planted("release", GEMM, _LOOP, "      ring.pipeline.wait(at);\n",
+            "      ring.release(at.stage);\n      ring.pipeline.wait(at);\n", ("waited", "patience")),
+    Planted("barrier", FP8_GEMM, _STORES, "    staged[w][m_block].wait(phase);\n", "", ("arrivals",)),
+    Planted("arrival", GEMM, _LOOP, "      if (k > 0) ring.release(before);\n", "", ("patience",)),
+    Planted("fence", FP8_GEMM, _STORES, "    fence_async_shared();\n    __syncwarp();\n", "    __syncwarp();\n",
+            ("arrivals",)),
+    Planted("wait", PREFILL, _FP8, "        shared.column_pipeline.wait(column_at);\n", "", ("waits",)),
+    Planted("count", PREFILL, _FP8, "column_pipeline.init(kTransposers, kConsumers)",
+            "column_pipeline.init(kTransposers - 1, kConsumers)", ("waited", "arrivals")),
+    Planted("release", PREFILL, _FP8, "        shared.k_pipeline.wait(k_at);\n",
+            "        if (thread == 0) shared.k_pipeline.release(k_at.stage);\n        shared.k_pipeline.wait(k_at);\n",
+            ("waited", "patience")),
+    Planted("barrier", PREFILL, _FP8, "      warpgroup_sync(1 + group);\n      if (thread == 0) shared.work_pipeline",
+            "      if (thread == 0) shared.work_pipeline", ("waited", "waits")),
+    Planted("arrival", PREFILL, _FP8, "          shared.column_pipeline.commit(to.stage);\n", "", ("patience",)),
+    Planted("fence", PREFILL, _FP8, "        fence_async_shared();\n        __syncwarp();\n        if (lane == 0) {\n"
+            "          shared.v_pipeline.release(from.stage);", "        __syncwarp();\n        if (lane == 0) {\n"
+            "          shared.v_pipeline.release(from.stage);", ("arrivals",)),
+)  # fmt: skip

@@ -394,7 +394,8 @@ def test_flags_headers_and_adapter(tmp_path: Path, fresh: Fresh) -> None:
         return jit.gen_jit_spec("count", [files["count__cc"]], [f"-DN={n}"], None, ["-lm"], includes, **more)
 
     spec = make(2)
-    assert spec.extra_cflags == ["-DN=2", "-lm"]
+    assert (spec.extra_cflags, spec.extra_ldflags) == (["-DN=2"], ["-lm"])
+    assert spec.extra_include_dirs == [tmp_path / "mine", tmp_path / "base"]
     assert spec.build_and_load().count() == 42
     assert make(2).is_compiled
     assert not make(3).is_compiled
@@ -459,7 +460,7 @@ def test_a_compile_error_names_the_line(tmp_path: Path) -> None:
             {"sources": []},
             r"sources: at least one C\+\+ file \(.*\), and else .cu files, are required; got none",
         ),
-        ({"sources": ["scale.cu"]}, "sources: at least one C.* got scale.cu"),
+        ({"sources": ["scale.cu"]}, "sources: a .cu file is .* without host code; got scale.cu alone. Put "),
         ({"sources": ["scale.cc", "scale.h"]}, "got scale.cc, scale.h"),
         ({"sources": ["nothing.cc"]}, "sources: .*nothing.cc is not a file"),
         ({"name": "a/b"}, "name: must have letters, digits and _.- only, because it names files; got 'a/b'"),

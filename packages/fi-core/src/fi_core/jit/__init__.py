@@ -40,7 +40,7 @@ _HOMES = {
     "fi_core.runtime.errors": ("MissingJITCacheError",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
-_SUBMODULES = ("attention", "base", "core", "custom", "env", "ops")
+_SUBMODULES = ("attention", "base", "core", "cpp_ext", "custom", "env", "ops", "utils")
 __all__ = [*_HOME]
 
 

@@ -7,9 +7,11 @@ from fi_core.compat.compilation_context import CompilationContext
 from fi_core.jit import attention as attention
 from fi_core.jit import base as base
 from fi_core.jit import core as core
+from fi_core.jit import cpp_ext as cpp_ext
 from fi_core.jit import custom as custom
 from fi_core.jit import env as env
 from fi_core.jit import ops as ops
+from fi_core.jit import utils as utils
 from fi_core.jit.attention import (
     gen_customize_batch_attention_module,
     gen_customize_batch_decode_module,

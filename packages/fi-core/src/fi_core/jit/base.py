@@ -83,6 +83,16 @@ class JitSpec(ABC):
         return list(self.host.flags)
 
     @property
+    def extra_ldflags(self) -> list[str]:
+        """Those of `gen_jit_spec`; modules of operators have none."""
+        return []
+
+    @property
+    def extra_include_dirs(self) -> list[Path]:
+        """The include folders besides those of fi-kernels and tvm-ffi: of sources, then as given."""
+        return [Path(place) for place in self.host.includes]
+
+    @property
     def extra_cuda_cflags(self) -> list[str]:
         return list(next((a.flags for a in self.artifacts if a.kind == "cubin"), ()))
 

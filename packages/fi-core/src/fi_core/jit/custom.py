@@ -27,6 +27,15 @@ class UserModule(base.JitSpec):
 
     entries: tuple[Entry, ...] = ()
     adapter: Callable[[Any], Any] | None = None
+    ldflags: tuple[str, ...] = ()  # the last flags of the host module
+
+    @property
+    def extra_cflags(self) -> list[str]:
+        return list(self.host.flags[: len(self.host.flags) - len(self.ldflags)])
+
+    @property
+    def extra_ldflags(self) -> list[str]:
+        return list(self.ldflags)
 
     def load(self) -> Any:
         (module,) = self._load_modules()
@@ -166,7 +175,7 @@ def gen_jit_spec(
         flags = tuple(flag for flag in device_flags if not _GENCODE.fullmatch(flag))
         unit = Artifact(name, "cubin", targets[0], unit_of(name, device), flags, (*folders[device], *includes))
         artifacts += [_image(name, target, unit) for target in targets]
-    spec = UserModule(name, tuple(artifacts), tuple(entries), post_load_adapter)
+    spec = UserModule(name, tuple(artifacts), tuple(entries), post_load_adapter, tuple(extra_ldflags or ()))
     base.jit_spec_registry.register(spec)
     return spec
 
@@ -189,6 +198,11 @@ def _split(paths: Sequence[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
             raise ValueError(f"sources: {path} is not a file")
     host = tuple(path for path in paths if path.suffix in HOST_SUFFIXES)
     device = tuple(path for path in paths if path.suffix == ".cu")
+    if device and not host:
+        raise ValueError(
+            f"sources: a .cu file is compiled into a device binary, without host code; got {device[0].name} alone. Put "
+            "what checks and launches into a .cc file, as docs/guides/adding-an-op.md shows at its end"
+        )
     if not host or len(host) + len(device) != len(paths):
         raise ValueError(
             f"sources: at least one C++ file ({', '.join(HOST_SUFFIXES)}), and else .cu files, are required; got "

@@ -232,6 +232,11 @@ def described(release: Release, definition: Definition) -> dict[str, str | None]
     return {"": None}
 
 
+def by_home(path: str) -> tuple[bool, int, str]:
+    """The order of the names of one object, the first of which it is called by: a generator of a module is jit's."""
+    return not path.startswith("jit.gen_"), path.count("."), path
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("wheel", type=Path)
@@ -239,7 +244,7 @@ def main() -> int:
     known = record.read()
     sections = defaultdict[tuple[str, str, str], dict[str, dict[str, str]]](lambda: defaultdict(dict))
     for definition, paths in public(release).items():
-        first, *others = sorted((path.removeprefix(f"{LIBRARY}.") for path in paths), key=lambda p: (p.count("."), p))
+        first, *others = sorted((path.removeprefix(f"{LIBRARY}.") for path in paths), key=by_home)
         for path in (first, *others):
             module, _, name = path.rpartition(".")
             old = known.get(path)

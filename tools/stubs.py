@@ -11,6 +11,7 @@ import importlib
 import inspect
 import itertools
 import pkgutil
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +45,8 @@ def _functions(package: ModuleType) -> list[str]:
         return []
     words = [word for word in sorted(package.ops.words()) if f"gen_{word}_module" not in package._HOME]
     parameters = str(inspect.signature(functools.partial(package.ops.gen_module, ""))).replace("'", "")
-    return [f"def gen_{word}_module{parameters}: ..." for word in words]
+    lines = (f"def gen_{word}_module{parameters}: ..." for word in words)
+    return [line if len(line) <= WIDTH else re.sub(r"\((.*)\) ->", r"(\n    \1\n) ->", line) for line in lines]
 
 
 def stub(package: ModuleType) -> str:

@@ -427,24 +427,6 @@ def test_files_of_one_side_are_one_unit(tmp_path: Path) -> None:
     assert jit.gen_jit_spec("both", list(files.values())).build_and_load().all() == 44
 
 
-def test_attention_modules_by_position() -> None:
-    """FlashInfer's order of the arguments; a configuration without a kernel is refused."""
-    bf16, i32 = torch.bfloat16, torch.int32
-    decode = jit.gen_batch_decode_module(bf16, bf16, bf16, i32, 128, 128, 0, False, True, targets=[CPU, HOPPER])
-    assert {spec.op.name for spec in decode.specs} == {"batch_decode"} and len(decode.specs) > 1  # type: ignore[attr-defined]
-    prefill = jit.gen_batch_prefill_module(
-        "fa3", bf16, bf16, bf16, i32, 128, 128, 0, False, False, False, targets=[HOPPER]
-    )
-    assert prefill.name.startswith("batch_prefill_with_kv_cache_q_bf16_") and prefill.specs  # type: ignore[attr-defined]
-    assert prefill.name != decode.name
-    with pytest.raises(ValueError, match="backend: auto, fa2 or fa3 is required; got 'fa4'"):
-        jit.gen_batch_prefill_module("fa4", bf16, bf16, bf16, i32, 128, 128)
-    with pytest.raises(ValueError, match="requires q in f16"):
-        jit.gen_batch_decode_module(torch.int8, bf16, bf16, i32, 128, 128, targets=[HOPPER])
-    with pytest.raises(ValueError, match="act_func_def: must be None"):
-        jit.gen_act_and_mul_module("silu", "x", targets=[CPU])
-
-
 def test_a_compile_error_names_the_line(tmp_path: Path) -> None:
     files = write(tmp_path / "mine", wrong__cc="// Wrong.\nint wrong() { return nothing; }\n")
     spec = jit.gen_jit_spec("wrong", list(files.values()))

@@ -85,6 +85,10 @@ from flashinfer.fi_trace import fi_trace
 from flashinfer.trace import TraceTemplate
 from flashinfer.api_logging import flashinfer_api
 from flashinfer.jit.core import gen_jit_spec, logger
+from flashinfer.jit.cpp_ext import run_ninja
+from flashinfer.jit.gemm.core import gen_gemm_sm90_module
+from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm90_module
+from flashinfer.jit.attention.modules import gen_batch_prefill_module
 from flashinfer.autotuner.autotuner import AutoTuner
 assert AutoTuner is flashinfer.autotuner.AutoTuner
 assert {"rmsnorm", "__version__"} <= {*dir(flashinfer)}

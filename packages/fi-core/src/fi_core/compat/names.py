@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from fi_core.compat.renamed import RENAMED
+
 FILE = Path(__file__).with_name("names.txt")
 TOP = "."  # the package itself
 WHOLE = "*"  # the rest of a module
@@ -94,7 +96,7 @@ def answering_modules() -> frozenset[str]:
 @functools.cache
 def packages() -> frozenset[str]:
     """The modules that have others below them."""
-    modules = {path.rpartition(".")[0] for path in read()} - read().keys()
+    modules = {path.rpartition(".")[0] for path in read()} - read().keys() | RENAMED.keys()
     return frozenset(module.rsplit(".", up)[0] for module in modules for up in range(1, module.count(".") + 1))
 
 

@@ -1,7 +1,34 @@
 """Modules of FlashInfer that have another name here."""
 
+# Modules of FlashInfer that hold generators of modules, one or a few families each.
+_GENERATORS = (
+    "activation",
+    "cascade",
+    "comm",
+    "dsv3_optimizations",
+    "fp4_kv_dequantization",
+    "fp4_kv_quantization",
+    "fp4_quantization",
+    "fp8_quantization",
+    "fused_moe",
+    "gemm",
+    "gemm.core",
+    "gemm.fp8_blockscale",
+    "hash_topk",
+    "mla",
+    "moe_utils",
+    "norm",
+    "page",
+    "quantization",
+    "rope",
+    "sampling",
+    "tinygemm2",
+    "topk",
+)
 RENAMED = {
     "autotuner.autotuner": "compat.autotuner",
     "fi_trace": "observe.trace",
+    "jit.attention.modules": "jit.attention",
     "trace": "observe.trace",
+    **{f"jit.{module}": "jit.ops" for module in _GENERATORS},
 }

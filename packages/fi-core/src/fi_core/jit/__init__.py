@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-import re
 from typing import Any
 
 from fi_core.runtime.errors import missing_attribute
@@ -20,6 +18,11 @@ _HOMES = {
         "jit_spec_registry",
     ),
     "fi_core.jit.attention": (
+        "gen_batch_attention_module",
+        "gen_batch_decode_module",
+        "gen_batch_mla_module",
+        "gen_batch_pod_module",
+        "gen_batch_prefill_module",
         "gen_customize_batch_attention_module",
         "gen_customize_batch_decode_module",
         "gen_customize_batch_pod_module",
@@ -27,15 +30,13 @@ _HOMES = {
         "gen_customize_pod_module",
         "gen_customize_single_decode_module",
         "gen_customize_single_prefill_module",
+        "gen_pod_module",
+        "gen_single_decode_module",
+        "gen_single_prefill_module",
     ),
     "fi_core.jit.core": ("current_compilation_context",),
     "fi_core.jit.custom": ("gen_jit_spec",),
-    "fi_core.jit.ops": (
-        "gen_act_and_mul_module",
-        "gen_batch_decode_module",
-        "gen_batch_prefill_module",
-        "gen_module",
-    ),
+    "fi_core.jit.ops": ("gen_act_and_mul_module", "gen_module"),
     "fi_core.compat.compilation_context": ("CompilationContext",),
     "fi_core.runtime.errors": ("MissingJITCacheError",),
 }
@@ -50,16 +51,16 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"fi_core.jit.{name}")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
-    match = re.fullmatch(r"gen_(\w+)_module", name)
-    if match:
+    if name.startswith("gen_"):
         from fi_core.jit import ops
 
-        if match[1] in ops.words():
-            return functools.partial(ops.gen_module, match[1])
+        if name in (names := ops.generators()):
+            return getattr(ops, name)
+        raise missing_attribute(__name__, name, [*__all__, *names])
     raise missing_attribute(__name__, name, __all__)
 
 
 def __dir__() -> list[str]:
     from fi_core.jit import ops
 
-    return sorted({*globals(), *__all__, *(f"gen_{word}_module" for word in ops.words())})
+    return sorted({*globals(), *__all__, *ops.generators()})

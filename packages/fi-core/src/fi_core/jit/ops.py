@@ -1,8 +1,12 @@
-"""JitSpecs of fi's own operators: `gen_module(word)` for a family ("norm") or an operator ("rmsnorm")."""
+"""JitSpecs of fi's own operators: `gen_module(word)` for a family ("norm") or an operator ("rmsnorm").
+
+FlashInfer's modules of generators (`jit.gemm`, `jit.norm`, ...) are this module too, as `compat.renamed` lists them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +17,38 @@ from fi_core.registry import operator, ops
 from fi_core.runtime import dispatch
 from fi_core.runtime.build import sources
 from fi_core.runtime.dispatch import Request
+from fi_core.runtime.errors import missing_attribute
 from fi_core.runtime.spec.dtype import short_name
 from fi_core.runtime.spec.op import Op, Spec
 from fi_core.runtime.spec.target import Target
-from fi_core.utils import PosEncodingMode
 
-# FlashInfer's names of some operators of the attention family.
-_GROUPS = {"cascade": ("merge_state", "merge_states")}
+# FlashInfer's names of modules, and the families and operators here that have their kernels.
+_GROUPS = {
+    "cascade": ("merge_state", "merge_states"),
+    "comm_alltoall": ("moe_dispatch", "moe_combine"),
+    "cutlass_fused_moe_sm90": ("fused_moe",),
+    "dcp_alltoall": ("all_to_all",),
+    "dsv3_fused_routing": ("moe_route",),
+    "dsv3_router_gemm": ("gemm",),
+    "fp4_kv_dequantization": ("block_dequantize",),
+    "fp4_kv_quantization": ("append_nvfp4_kv_cache",),
+    "fp4_quantization_sm90": ("block_quantize", "block_scale_interleave"),
+    "fp8_blockscale_gemm_sm90": ("gemm",),
+    "gemm_sm90": ("gemm",),
+    "hash_topk": ("moe_route",),
+    "moe_alltoall": ("moe_dispatch", "moe_combine"),
+    "moe_utils": ("moe_sort", "moe_gather", "moe_activation", "moe_finalize"),
+    "tinygemm2": ("gemm",),
+    "trtllm_comm": ("all_reduce",),
+    "trtllm_mnnvl_comm": ("all_reduce",),
+    "vllm_comm": ("all_reduce",),
+}
+# The parameter of a module that FlashInfer gives one, and its values that mean something here.
+_OPTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "cutlass_fused_moe_sm90": ("use_fast_build", (False, True)),  # of its templates; here nothing depends on it
+    "dsv3_fused_routing": ("backend", ("default",)),
+    "moe_alltoall": ("target", ("legacy",)),
+}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
@@ -63,19 +92,28 @@ def view(spec: Spec) -> OpModule:
     return OpModule.of(spec.name, (spec,))
 
 
-def gen_module(word: str, *, targets: Iterable[Target] | None = None, **axes: Any) -> base.JitSpec:
+def gen_module(word: str, *given: Any, targets: Iterable[Target] | None = None, **axes: Any) -> base.JitSpec:
     """Returns the prebuilt configurations of a family or an operator as one spec; it compiles nothing.
 
     Args:
-        word: a family or an operator.
+        word: a family, an operator, or FlashInfer's name of a module with kernels of some.
+        *given: the parameter that FlashInfer gives few of its modules, such as target of "moe_alltoall"; by name too.
         targets: `base.default_targets()` if None.
         **axes: keeps the configurations with these values of the operator's axes; a dtype is a torch dtype or its short
             name.
 
     Raises:
-        ValueError: word is unknown, or no configuration is left.
+        ValueError: word is unknown, a parameter has another value, or no configuration is left.
+        TypeError: there are more parameters.
     """
-    chosen = [op for op in ops().values() if word in (op.family, op.name) or op.name in _GROUPS.get(word, ())]
+    parameter, accepted = _OPTIONS.get(word, ("", ()))
+    if len(given) > bool(parameter):
+        raise TypeError(f"gen_{word}_module: {parameter or 'no positional parameter'} is expected; got {given}")
+    for value in (*given, *([axes.pop(parameter)] if parameter in axes else ())):
+        if value not in accepted:
+            raise ValueError(f"{parameter}: {' or '.join(map(repr, accepted))} is required; got {value!r}")
+    names = {word, *_GROUPS.get(word, ())}
+    chosen = [op for op in ops().values() if not names.isdisjoint((op.family, op.name))]
     if not chosen:
         raise ValueError(f"word: must be a family or an operator, one of {', '.join(words())}; got {word!r}")
     return _module(word, chosen, targets, axes)
@@ -102,97 +140,22 @@ def gen_act_and_mul_module(
     return _module(f"{act_func_name}_and_mul", [ops()["act_and_mul"]], targets, axes)
 
 
-def gen_batch_decode_module(
-    dtype_q: Any = None,
-    dtype_kv: Any = None,
-    dtype_o: Any = None,
-    dtype_idx: Any = None,
-    head_dim_qk: int | None = None,
-    head_dim_vo: int | None = None,
-    pos_encoding_mode: int = 0,
-    use_sliding_window: bool = False,
-    use_logits_soft_cap: bool = False,
-    *,
-    targets: Iterable[Target] | None = None,
-    **axes: Any,
+def module_of_requests(
+    name: str, wanted: Mapping[str, Sequence[Mapping[str, Any]]], targets: Iterable[Target] | None
 ) -> base.JitSpec:
-    """Returns the kernels of batch decode for one configuration; `gen_module("batch_decode")` without a dtype.
-
-    Args:
-        dtype_q, dtype_kv, dtype_o: torch dtypes.
-        dtype_idx, use_sliding_window: without effect: kernels read int32 and take any window.
-        head_dim_qk, head_dim_vo: head dimensions.
-        pos_encoding_mode: code of `PosEncodingMode`.
-        use_logits_soft_cap: whether scores are capped.
-        targets: `base.default_targets()` if None.
-        axes: as for `gen_module`; without effect if dtype_q is given.
+    """All implementations that support the requests: for each op the fields of its requests. Their values name the
+    module.
 
     Raises:
-        UnsupportedError: (a ValueError) No implementation supports it.
+        UnsupportedError: no implementation supports a request.
     """
-    if dtype_q is None:
-        return gen_module("batch_decode", targets=targets, **axes)
-    fields = _attention_fields(dtype_q, dtype_kv, dtype_o, head_dim_qk, head_dim_vo, pos_encoding_mode)
-    fields["soft_cap"] = use_logits_soft_cap
-    return _attention("batch_decode", fields, targets)
-
-
-def gen_batch_prefill_module(
-    backend: str | None = None,
-    dtype_q: Any = None,
-    dtype_kv: Any = None,
-    dtype_o: Any = None,
-    dtype_idx: Any = None,
-    head_dim_qk: int | None = None,
-    head_dim_vo: int | None = None,
-    pos_encoding_mode: int = 0,
-    use_sliding_window: bool = False,
-    use_logits_soft_cap: bool = False,
-    use_fp16_qk_reduction: bool = False,
-    *,
-    targets: Iterable[Target] | None = None,
-    **axes: Any,
-) -> base.JitSpec:
-    """Returns the kernels of batch prefill for one configuration; `gen_module("batch_prefill")` without a backend.
-
-    Args:
-        backend: "auto", "fa2" or "fa3"; the module has the kernels of all.
-        dtype_q, dtype_kv, dtype_o: torch dtypes.
-        dtype_idx, use_sliding_window, use_fp16_qk_reduction: without effect: kernels read int32, take any window and
-            accumulate in fp32.
-        head_dim_qk, head_dim_vo: head dimensions.
-        pos_encoding_mode: code of `PosEncodingMode`.
-        use_logits_soft_cap: whether scores are capped.
-        targets: `base.default_targets()` if None.
-        axes: as for `gen_module`; without effect if backend is given.
-
-    Raises:
-        ValueError: backend is another word.
-        UnsupportedError: (a ValueError) No implementation supports it.
-    """
-    if backend is None:
-        return gen_module("batch_prefill", targets=targets, **axes)
-    if backend not in ("auto", "fa2", "fa3"):
-        raise ValueError(f"backend: auto, fa2 or fa3 is required; got {backend!r}")
-    fields = _attention_fields(dtype_q, dtype_kv, dtype_o, head_dim_qk, head_dim_vo, pos_encoding_mode)
-    fields["soft_cap"] = use_logits_soft_cap
-    return _attention("batch_prefill", fields, targets)
-
-
-def _attention_fields(q: Any, kv: Any, out: Any, head_dim_qk: Any, head_dim_vo: Any, encoding: int) -> dict[str, Any]:
-    dtypes = {"q": short_name(q), "kv": short_name(kv), "out": short_name(out)}
-    dims = {"head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo}
-    return {**dtypes, **dims, "pos_encoding": PosEncodingMode(encoding).name}
-
-
-def _attention(word: str, fields: dict[str, Any], targets: Iterable[Target] | None) -> base.JitSpec:
-    """All implementations of an attention op that support a request."""
     places = base.default_targets() if targets is None else tuple(targets)
-    requests = [Request.of(ops()[word], target, fields) for target in places]
+    requests = [Request.of(ops()[op], target, f) for op, fields in wanted.items() for f in fields for target in places]
     for request in requests:
         dispatch.choose(request)  # refuses with the reasons
+    values = [f"{field}_{value}" for fields in wanted.values() for f in fields for field, value in f.items()]
     made = OpModule.of(
-        "_".join([f"{word}_with_kv_cache", *(f"{field}_{value}" for field, value in fields.items())]),
+        "_".join([name, *dict.fromkeys(values)]),
         dict.fromkeys(spec for request in requests for spec in dispatch.specs(request)),
     )
     base.jit_spec_registry.register(made)
@@ -214,3 +177,20 @@ def _module(name: str, chosen: list[Op], targets: Iterable[Target] | None, axes:
     made = OpModule.of("_".join([name, *(f"{axis}_{value}" for axis, value in wanted.items())]), specs)
     base.jit_spec_registry.register(made)
     return made
+
+
+def generators() -> dict[str, str]:
+    """The names `gen_<word>_module`, and the word of each."""
+    return {f"gen_{word}_module": word for word in words()}
+
+
+@functools.cache
+def _generator(word: str) -> Callable[..., base.JitSpec]:
+    return functools.partial(gen_module, word)
+
+
+def __getattr__(name: str) -> Any:
+    known = generators() if name.startswith("gen_") else {}
+    if name in known:
+        return _generator(known[name])
+    raise missing_attribute(__name__, name, known)

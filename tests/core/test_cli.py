@@ -347,6 +347,9 @@ def test_list_modules(cli: Cli) -> None:
         assert f"{line}\n" in one
     assert re.search(rf"^  1\. .*csrc/page/{SMALL}\.cc$", one, re.MULTILINE)
     assert f"Created: {time.strftime('%Y-')}" in one
+    paths = cli.json("list-modules", f"{SMALL}_cpu")
+    assert f"Build File: {paths['ninja']} (JitSpec.write_ninja() writes it)\nBuild Log: {paths['log']}\n" in one
+    assert Path(paths["log"]).is_file() and paths["ninja"].endswith(f"/generated/{SMALL}_cpu/build.ninja")
     other = cli.json("list-modules", f"{SMALL}_cuda_sm_100a")  # a target of the binary packages
     assert (other["compiled"], other["target"]) == (False, "sm_100a")
     text = cli("list-modules", "rmsnorm_cp", code=1)

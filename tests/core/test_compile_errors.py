@@ -49,6 +49,8 @@ def build_batch(artifact: Artifact) -> None:
             None,
         ),
         ("include/fi/toy/constant.h", "int broken = undeclared;", r"building scale_.*: .*constant\.h.*error: ", None),
+        ("csrc/toy/scale.cc", "#include <flashinfer/norm.cuh>", r"building .*norm\.cuh: No such", "headers are fi/"),
+        ("include/fi/toy/scale.cuh", "#include <flashinfer/utils.cuh>", r"building .*utils\.cuh", "headers are fi/"),
         ("csrc/toy/scale.cc", '#include "absent.h"', r"building .*absent\.h: No such file", "reinstall fi-kernels"),
         ("include/fi/toy/scale.cuh", '#include "absent.h"', r"building .*absent\.h", "reinstall fi-kernels"),
     ],

@@ -128,3 +128,50 @@ def test_ninja_runs_the_written_file(csrc: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PATH", "")
     with pytest.raises(RuntimeError, match=r"ninja is not installed: pip install ninja, or call JitSpec.build\(\)"):
         cpp_ext.run_ninja(spec.build_dir, spec.ninja_path)
+
+
+DISPATCH = """// Rounds each sum of a block.
+#include "fi/cpu/dispatch.h"
+#include "fi/host/function.h"
+
+namespace {
+template <class DTypeIn, class DTypeOut, int BLOCK_SIZE>
+void LaunchKernel(const DTypeIn* x, DTypeOut* out, int64_t n) {
+  for (int64_t i = 0; i < n / BLOCK_SIZE; ++i) {
+    out[i] = 0;
+    for (int k = 0; k < BLOCK_SIZE; ++k) out[i] += static_cast<DTypeOut>(x[i * BLOCK_SIZE + k]);
+  }
+}
+
+void sums(const fi::Kernel&, fi::Tensor out, fi::Tensor x, int64_t block_size) {
+  x.is({fi::kF32, fi::kI32, fi::kBool});
+  out.is({fi::kF32, fi::kI32});
+  const fi::DType input_dtype = x.dtype(), output_dtype = out.dtype();
+  DISPATCH_DTYPE(input_dtype, DTypeIn, {
+    DISPATCH_DTYPE(output_dtype, DTypeOut, {
+      DISPATCH_BLOCK_SIZE(block_size, BLOCK_SIZE, {
+        if constexpr (std::is_arithmetic_v<DTypeIn> && std::is_arithmetic_v<DTypeOut>)
+          LaunchKernel<DTypeIn, DTypeOut, BLOCK_SIZE>(x.data<DTypeIn>(), out.data<DTypeOut>(), x.numel());
+      });
+    });
+  });
+}
+}  // namespace
+
+FI_FUNCTION(sums, "out", "x", "block_size")
+"""
+
+
+def test_dispatch_macros_nest(tmp_path: Path) -> None:
+    (tmp_path / "sums.cc").write_text(DISPATCH)
+    sums = gen_jit_spec("sums", [tmp_path / "sums.cc"]).bind()
+    for dtype_in, dtype_out in ((torch.float32, torch.int32), (torch.int32, torch.float32)):
+        for block in (32, 1024):
+            x = torch.arange(4096).remainder(7).to(dtype_in)
+            out = torch.empty(4096 // block, dtype=dtype_out)
+            sums(out, x, block)
+            assert torch.equal(out, x.view(-1, block).sum(1).to(dtype_out))
+    with pytest.raises(ValueError, match="block_size: 32, 64, 128, 256, 512 or 1024 is required; got 96"):
+        sums(out, x, 96)
+    with pytest.raises(TypeError, match=r"input_dtype: float32, .* or uint8 is required; got bool"):
+        sums(out, x.bool(), 32)

@@ -19,6 +19,7 @@ from fi_core.jit.ops import OpModule, specs_of, view
 from fi_core.registry import ops
 from fi_core.runtime import files
 from fi_core.runtime.build import ninja
+from fi_core.runtime.build.diagnose import build_log
 from fi_core.runtime.env import env
 from fi_core.runtime.resolve import Found, build_missing, where
 from fi_core.runtime.spec.artifact import Artifact
@@ -94,7 +95,8 @@ def _one(name: str, targets: Sequence[Target] | None) -> Report:
         )
     module = view(specs[name])
     state = State(module, {artifact: where(artifact) for artifact in module.artifacts})
-    return Report(state.data() | {"sources": [str(path) for path in module.sources]}, _detail(state))
+    more = {"sources": list(map(str, module.sources)), "ninja": str(module.ninja_path), "log": str(build_log())}
+    return Report(state.data() | more, _detail(state))
 
 
 def _detail(state: State) -> list[str]:
@@ -108,7 +110,9 @@ def _detail(state: State) -> list[str]:
         f"  {a.file} - {f'{found.origin}: {found.path}' if found else 'not compiled'}"
         for a, found in state.files.items()
     ]
-    return [*lines, "Source Files:", *(f"  {i}. {path}" for i, path in enumerate(state.module.sources, 1))]
+    lines += ["Source Files:", *(f"  {i}. {path}" for i, path in enumerate(state.module.sources, 1))]
+    written = "" if state.module.is_ninja_generated else " (JitSpec.write_ninja() writes it)"
+    return [*lines, f"Build File: {state.module.ninja_path}{written}", f"Build Log: {build_log()}"]
 
 
 def module_status(args: argparse.Namespace) -> Report:

@@ -27,6 +27,10 @@ _HINTS = (
         "this CUDA compiler is older than the GPU: upgrade it",
     ),
     (
+        r"(cannot open source file|error:) \"?flashinfer/[\w/]+\.cuh|could not open source file \"flashinfer/",
+        "headers are fi/...: docs/guides/custom-attention.md lists what has taken the place of FlashInfer's",
+    ),
+    (
         r"cannot open source file|No such file or directory",
         "a header is missing: reinstall fi-kernels and the CUDA headers",
     ),
@@ -62,13 +66,18 @@ def once(level: int, message: str) -> None:
     logger().log(level, message)
 
 
+def build_log() -> Path:
+    """The log of builds, whether or not there is one."""
+    return env.cache_dir / LOG_FILE
+
+
 @functools.cache
 def log_to_file() -> Path | None:
     """Opens the log file; called when something is about to be built, so that a process that only loads writes nothing.
 
     Returns its path, or None where none can be written.
     """
-    path = env.cache_dir / LOG_FILE
+    path = build_log()
     try:
         files.make(path.parent)
         handler = files.log_handler(path)

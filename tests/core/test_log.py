@@ -185,11 +185,11 @@ class Plain:
         return x
 
 
-def test_label_of_wrapper_methods(at_level: Callable[..., Callable[[], str]]) -> None:
+def test_label_of_methods(at_level: Callable[..., Callable[[], str]]) -> None:
     read = at_level(1)
     fi_api(PagedWrapper.run)(PagedWrapper(), 1)
     fi_api(Plain.run)(Plain(), 1)
-    assert [line.split(": ")[1] for line in read().splitlines()] == ["PagedWrapper.run", "run"]
+    assert [line.split(": ")[1] for line in read().splitlines()] == ["PagedWrapper.run", "Plain.run"]
 
 
 def test_exceptions_pass_and_print_no_output_block(at_level: Callable[..., Callable[[], str]]) -> None:

@@ -29,7 +29,7 @@ from fi_core.utils import (  # FlashInfer's names, which engines import
 )
 
 CPU = torch.device("cpu")
-CUDA = torch.device("cuda:0")
+CUDA, CUDA_UNNAMED = torch.device("cuda:0"), torch.device("cuda")
 Device = Callable[..., None]
 
 
@@ -90,6 +90,19 @@ def test_architecture_checks(device: Device, name: str, target: tuple[int, int, 
 def test_architecture_check_without_cuda_in_torch(device: Device) -> None:
     device(9, 0, None)
     assert not utils.is_sm90a_supported(CUDA)
+
+
+def test_checks_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that asks whether to skip gets an answer, whatever torch raises."""
+
+    def no_gpu() -> int:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "current_device", no_gpu)
+    assert [name for name in CHECKS if getattr(utils, name)(CUDA_UNNAMED)] == []
+    assert not utils.device_support_pdl(CUDA_UNNAMED)
+    with pytest.raises(RuntimeError, match="get_compute_capability: torch sees no GPU cuda: Torch not compiled"):
+        utils.get_compute_capability(CUDA_UNNAMED)
 
 
 def test_pdl(device: Device) -> None:

@@ -40,6 +40,8 @@ assert flashinfer.decode is fi_core.decode and norm is sys.modules["fi_core.norm
 assert fi_core.decode.__spec__.name == fi_core.decode.__name__ == "fi_core.decode"
 assert flashinfer.BatchDecodeWithPagedKVCacheWrapper is fi_core.BatchDecodeWithPagedKVCacheWrapper
 assert flashinfer.rmsnorm is flashinfer.norm.rmsnorm is fi_core.rmsnorm
+from flashinfer.version import __git_version__, __version__
+assert (__version__, __git_version__) == (flashinfer.__version__, fi_core.__git_version__)
 print(flashinfer.__file__)
 """
 

@@ -185,7 +185,7 @@ def test_torch_is_not_imported_at_import() -> None:
 
 # can_implement_filtered_topk tells what FlashInfer's kernel needs, fp8_blockscale_gemm_sm90 refuses other devices, and
 # utils has FlashInfer's questions about devices.
-ASK_FOR_THE_DEVICE = {"topk.py", "gemm/groupwise.py", "utils.py"}
+ASK_FOR_THE_DEVICE = {"topk.py", "gemm/groupwise.py"}
 
 
 def test_only_the_dispatcher_asks_for_the_capability_of_a_device() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fi_core.compat.backend import (
     backend_requirement,
+    capability_if_any,
     cuda_index,
     experimental_backend,
     fi_experimental_api,
@@ -158,44 +159,43 @@ def get_device_sm_count(device: torch.device) -> int:
 def _has(device: torch.device, major: int, cuda: str, minor: int | None = None) -> bool:
     import torch
 
-    here = get_compute_capability(device)
-    if here[0] != major or (minor is not None and here[1] != minor):
-        return False
-    return torch.version.cuda is not None and version_at_least(torch.version.cuda, cuda)
+    here, toolkit = capability_if_any(device), torch.version.cuda
+    fits = here[0] == major and minor in (None, here[1])
+    return fits and toolkit is not None and version_at_least(toolkit, cuda)
 
 
 def is_sm90a_supported(device: torch.device) -> bool:
-    """Returns whether the device is sm_90 and torch's CUDA toolkit is 12.3 or later."""
+    """Returns whether the device is sm_90 and torch\'s CUDA toolkit is 12.3 or later; False without a GPU."""
     return _has(device, 9, "12.3")
 
 
 def is_sm100a_supported(device: torch.device) -> bool:
-    """Returns whether the device is sm_10x and torch's CUDA toolkit is 12.8 or later."""
+    """Returns whether the device is sm_10x and torch\'s CUDA toolkit is 12.8 or later; False without a GPU."""
     return _has(device, 10, "12.8")
 
 
 def is_sm100f_supported(device: torch.device) -> bool:
-    """Returns whether the device is sm_10x and torch's CUDA toolkit is 12.9 or later."""
+    """Returns whether the device is sm_10x and torch\'s CUDA toolkit is 12.9 or later; False without a GPU."""
     return _has(device, 10, "12.9")
 
 
 def is_sm110a_supported(device: torch.device) -> bool:
-    """Returns whether the device is sm_11x and torch's CUDA toolkit is 13.0 or later."""
+    """Returns whether the device is sm_11x and torch\'s CUDA toolkit is 13.0 or later; False without a GPU."""
     return _has(device, 11, "13.0")
 
 
 def is_sm120a_supported(device: torch.device) -> bool:
-    """Returns whether the device is sm_120 and torch's CUDA toolkit is 12.8 or later."""
+    """Returns whether the device is sm_120 and torch\'s CUDA toolkit is 12.8 or later; False without a GPU."""
     return _has(device, 12, "12.8", minor=0)
 
 
 def is_sm120f_supported(device: torch.device) -> bool:
-    """Returns whether the device is sm_12x and torch's CUDA toolkit is 12.9 or later."""
+    """Returns whether the device is sm_12x and torch\'s CUDA toolkit is 12.9 or later; False without a GPU."""
     return _has(device, 12, "12.9")
 
 
 def is_sm121a_supported(device: torch.device) -> bool:
-    """Returns whether the device is sm_121 and torch's CUDA toolkit is 12.9 or later."""
+    """Returns whether the device is sm_121 and torch\'s CUDA toolkit is 12.9 or later; False without a GPU."""
     return _has(device, 12, "12.9", minor=1)
 
 
@@ -208,7 +208,7 @@ def device_support_pdl(device: torch.device) -> bool:
     """Returns whether the device supports programmatic dependent launch (CUDA, sm_90 and later)."""
     import torch
 
-    return torch.device(device).type == "cuda" and get_compute_capability(device)[0] >= 9
+    return torch.device(device).type == "cuda" and capability_if_any(device)[0] >= 9
 
 
 def is_graph_capturing() -> bool:

@@ -38,8 +38,24 @@ def capability_of(index: int) -> tuple[int, int]:
 
 
 def get_compute_capability(device: torch.device) -> tuple[int, int]:
-    """Returns (major, minor) of a CUDA device."""
-    return capability_of(cuda_index(device, "get_compute_capability"))
+    """Returns (major, minor) of a CUDA device.
+
+    Raises:
+        ValueError: another device.
+        RuntimeError: torch sees no such GPU, or is built without CUDA.
+    """
+    try:
+        return capability_of(cuda_index(device, "get_compute_capability"))
+    except (AssertionError, RuntimeError) as error:  # torch's, with and without CUDA
+        raise RuntimeError(f"get_compute_capability: torch sees no GPU {device}: {error}") from None
+
+
+def capability_if_any(device: torch.device) -> tuple[int, int]:
+    """`get_compute_capability`, or (0, 0) where there is no GPU."""
+    try:
+        return get_compute_capability(device)
+    except RuntimeError:
+        return 0, 0
 
 
 def supported_compute_capability(supported_ccs: Iterable[int]) -> Callable[[F], F]:

@@ -108,11 +108,9 @@ def log_system_once() -> None:
 
 
 def _label(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    if args:
-        owner = type(args[0]).__name__
-        if "Wrapper" in owner:
-            return f"{owner}.{func.__name__}"
-    return func.__name__
+    """The name of a call in the log: a method's has the class of its object."""
+    is_method = "." in func.__qualname__.rpartition("<locals>.")[2]
+    return f"{type(args[0]).__name__}.{func.__name__}" if is_method and args else func.__name__
 
 
 def _input_lines(

@@ -25,10 +25,29 @@ _GENERATORS = (
     "tinygemm2",
     "topk",
 )
+# Modules of FlashInfer that hold the descriptions of a family.
+_TEMPLATES = (
+    "activation",
+    "attention",
+    "cascade",
+    "comm",
+    "gdn",
+    "gemm",
+    "mamba",
+    "moe",
+    "norm",
+    "page",
+    "quantize",
+    "rope",
+    "sampling",
+    "topk",
+)
 RENAMED = {
     "autotuner.autotuner": "compat.autotuner",
     "fi_trace": "observe.trace",
     "jit.attention.modules": "jit.attention",
     "trace": "observe.trace",
+    "trace.templates": "trace_templates",
+    **{f"trace.templates.{family}": "trace_templates" for family in _TEMPLATES},
     **{f"jit.{module}": "jit.ops" for module in _GENERATORS},
 }

@@ -146,20 +146,24 @@ def support_matrix() -> str:
         "",
         "The implementations that the dispatcher may choose for each function, best first: on the CPU, on sm_80 (which",
         "sm_86, sm_89, sm_100 and sm_120 follow) and on sm_90 (Hopper). A function may run several ops, such as a plan",
-        "and an attention kernel. `fi-core why` prints the choice for one request.",
+        "and an attention kernel. `fi-core why` prints the choice for one request. Other public names, which run no op",
+        "or reach it through an object, follow each table.",
     ]
-    for family in families():
-        rows = []
+    for family in (*families(), *LIBRARY):
+        rows, others = [], []
         for place, value in members(family):
+            link = f"{{py:obj}}`{place.rpartition('.')[2]} <{place}>`"
             reached = support.ops_of(value, operators)
             for index, op in enumerate(sorted(reached, key=lambda name: name.endswith("_plan"))):
                 cells = ("<br>".join(f"`{n}`" for n in support.implementations(by_name[op], t)) or "-" for t in columns)
-                name = f"{{py:obj}}`{place.rpartition('.')[2]} <{place}>`" if index == 0 else ""
-                rows.append((name, f"`{op}`", *cells))
+                rows.append((link if index == 0 else "", f"`{op}`", *cells))
             if not reached and "cudnn" in place:
-                rows.append((f"{{py:obj}}`{place.rpartition('.')[2]} <{place}>`", "cuDNN", "-", "`cudnn`", "`cudnn`"))
-        if rows:
-            lines += ["", f"## {title(family)}", "", *table(("function", "op", "CPU", "sm_80", "sm_90"), rows)]
+                rows.append((link, "cuDNN", "-", "`cudnn`", "`cudnn`"))
+            elif not reached:
+                others.append(link)
+        lines += ["", f"## {title(family)}"]
+        lines += ["", *table(("function", "op", "CPU", "sm_80", "sm_90"), rows)] if rows else []
+        lines += ["", f"{'Others' if rows else 'Names'}: {', '.join(others)}."] if others else []
     return "\n".join(lines) + "\n"
 
 

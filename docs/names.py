@@ -90,7 +90,7 @@ def compared() -> dict[str, list[str]]:
 
 
 def rows() -> list[Row]:
-    """Every public name, sorted; second names of the same object are left out."""
+    """Every public name, sorted; one that only stands in another module too is left out."""
     from fi_core.compat import names
 
     found, wrong = [], compared()
@@ -99,6 +99,8 @@ def rows() -> list[Row]:
         if entry.kind == "here" and not entry.same:
             how = "; ".join([*wrong[path], *([entry.note] if entry.note else [])])
             found.append(Row(path, DIFFERS if how else SAME, how))
+        elif entry.kind == "here" and public and entry.name != entry.same.rpartition(".")[2]:
+            found.append(Row(path, SAME, f"another name of `{entry.same}`"))
         elif entry.kind != "here" and not entry.same and public and entry.name != names.WHOLE:
             found.append(Row(path, _STATES[entry.why], entry.advice))
     return sorted(found, key=lambda row: row.name.lower())

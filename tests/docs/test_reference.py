@@ -45,6 +45,14 @@ def test_functions(functions: str) -> None:
     assert empty == []
 
 
+def test_the_support_matrix_lists_every_public_name(generate: ModuleType) -> None:
+    page = generate.support_matrix()
+    modules = (*generate.families(), *generate.LIBRARY)
+    names = [place for module in modules for place, _ in generate.members(module)]
+    assert len(names) > 250
+    assert [name for name in names if f"<{name}>`" not in page] == []
+
+
 def test_parameters_are_lists(functions: str) -> None:
     entry = functions.split("````{py:function} fi_core.rmsnorm(")[1].split("````")[0]
     for line in (":param input: ", ":param weight: ", ":returns: ", ":raises ValueError: ", ":raises TypeError: "):

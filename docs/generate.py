@@ -134,13 +134,11 @@ def ops() -> str:
 
 def support_matrix() -> str:
     """Which public function runs where, and by which implementation."""
-    from fi_core import registry
+    from fi_core.cli.reached import ops_of
 
     known, targets = _known()
     by_name = {op.name: op for op in known}
     columns = [targets[0], *(target for target in targets[1:] if target.capability in (80, 90))]
-    loaded = registry.load().items()
-    operators = {id(one): name for name, found in loaded for one in (found, found.function, found.op)}
     lines = [
         "# Support matrix",
         "",
@@ -153,7 +151,7 @@ def support_matrix() -> str:
         rows, others = [], []
         for place, value in members(family):
             link = f"{{py:obj}}`{place.rpartition('.')[2]} <{place}>`"
-            reached = support.ops_of(value, operators)
+            reached = ops_of(value)
             for index, op in enumerate(sorted(reached, key=lambda name: name.endswith("_plan"))):
                 cells = ("<br>".join(f"`{n}`" for n in support.implementations(by_name[op], t)) or "-" for t in columns)
                 rows.append((link if index == 0 else "", f"`{op}`", *cells))

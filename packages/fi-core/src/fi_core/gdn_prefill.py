@@ -9,7 +9,7 @@ from fi_core.linear_attention.ops import CHUNK_MATRIX
 from fi_core.linear_attention.ops import chunk_gated_delta_rule as _chunk
 from fi_core.linear_attention.trace import prefill
 from fi_core.observe.log import fi_api
-from fi_core.runtime.launch.operator import is_rehearsing, multiprocessors_of
+from fi_core.runtime.launch.operator import multiprocessors_of, rehearsal
 
 if TYPE_CHECKING:
     import torch
@@ -161,7 +161,7 @@ def chunk_gated_delta_rule(
             raise ValueError("output_state must be given with state_indices")
         output_state = q.new_empty(sequences, heads, dim_v, dim, dtype=torch.float32)
     segment_tokens, workspace = 0, None
-    if q.is_cuda or is_rehearsing():
+    if q.is_cuda or rehearsal():
         facts = (tokens, heads, dim, sequences, bool(use_cp), _cp_chunk_len, g is not None and g.ndim == 3)
         segment_tokens, size = _sizes_on(q.get_device(), *facts) if q.is_cuda else _sizes(multiprocessors_of(0), *facts)
         workspace = q.new_empty(size // 2)  # elements of 2 bytes: another dtype is slower

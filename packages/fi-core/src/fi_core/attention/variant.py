@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.runtime.build import sources
 from fi_core.runtime.build.diagnose import USER_TEXT
-from fi_core.runtime.dispatch import Request, choose
+from fi_core.runtime.dispatch import AUTO, Choice, Request, choose
 from fi_core.runtime.launch import torch_op
-from fi_core.runtime.launch.kernel import bind_artifacts
-from fi_core.runtime.launch.operator import target_of
+from fi_core.runtime.launch.kernel import Launch, bind_artifacts, launches, rehearse
+from fi_core.runtime.launch.operator import Rehearsal, rehearsal, target_of
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.op import Entry, Op, Unit
 from fi_core.runtime.spec.target import Target
@@ -280,5 +280,26 @@ class CustomOp:
         artifacts = self.artifacts(target, implementation)
         entries: tuple[Entry, ...] = ()
         if target.kind == "cuda":
-            entries = self.unit(self.form(target, implementation)).entries
+            form = self.form(target, implementation)
+            entries, implementation = self.unit(form).entries, form.implementation
+        if shown := rehearsal():
+            choice = choose(Request.of(self.op, target, dict(self.facts), implementation or AUTO))
+            return _rehearsed(shown, choice, entries, artifacts)
         return bind_artifacts(self.name, artifacts, entries, device.index or 0).run
+
+
+def _rehearsed(
+    shown: Rehearsal, choice: Choice, entries: Sequence[Entry], files: tuple[Artifact, ...]
+) -> Callable[..., None]:
+    """The function that a rehearsed call of an op with a variant takes: it is compiled into these entries and files."""
+
+    def call(*values: Any) -> None:
+        done: tuple[Launch, ...] = ()
+        if shown.target.kind == "cuda":
+            kernel = rehearse(choice.spec, shown.multiprocessors, shown.shared_limit, entries)
+            kernel.run(*values)
+            done = launches(kernel.module)
+        shown.calls.append((choice, done))
+        shown.files[choice] = files
+
+    return call

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fi_core.cli.reached import ops_of
 from fi_core.cli.report import Report, UsageError, paint
 from fi_core.jit.base import default_targets
 from fi_core.registry import described, ops
@@ -51,10 +53,11 @@ class Origin(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One op of a call: its Choice, and its launches; None: they are not known."""
+    """One op of a call: its Choice, and its launches; None: they are not known. files: with a user's variant."""
 
     choice: Choice
     launches: tuple[Launch, ...] | None
+    files: tuple[Artifact, ...] | None = None
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -76,9 +79,12 @@ def _answer(args: argparse.Namespace, target: Target) -> tuple[dict[str, Any], l
     sample = _sample(name)  # imports torch, which an op does not need
     if sample is not None:
         return _explain_call(name, sample, target, given, args)
-    if op is None:
+    if op is not None:
+        return _explain_op(op, target, given, args.backend)
+    public = _public(name)
+    if public is None:
         raise UsageError(_unknown(name))
-    return _explain_op(op, target, given, args.backend)
+    return _explain_reached(*public, target, given, args.backend)
 
 
 # An op by the fields of its requests.
@@ -113,6 +119,46 @@ def _field_value(text: str, allowed: Sequence[object] | None) -> object:
     if all(isinstance(value, bool) for value in allowed):
         word = {"true": "True", "1": "True", "false": "False", "0": "False"}.get(word.lower(), word)
     return next((value for value in allowed if str(value) == word), text)
+
+
+# A public function or wrapper without a description, by the ops that its code reaches.
+def _public(name: str) -> tuple[str, Any] | None:
+    """The path and the object of a public name, which is given with or without its module."""
+    module, _, word = name.rpartition(".")
+    for place, exported in vars(importlib.import_module("fi_core"))["_MODULES"].items():
+        home = importlib.import_module(f"fi_core.{place}")
+        if word in (*exported, *getattr(home, "__all__", ())) and module in ("", place):
+            return f"fi_core.{place}.{word}", getattr(home, word)
+    return None
+
+
+def _explain_reached(
+    path: str, value: Any, target: Target, given: Mapping[str, str], backend: str | None
+) -> tuple[dict[str, Any], list[str], bool]:
+    """The Choice of each op that the code of a name reaches, for the given fields and the usual values of others."""
+    found = [ops()[name] for name in ops_of(value)] if callable(value) else []
+    fields = {field for op in found for field in op.fields}
+    unknown = [fact for fact in given if fact not in fields]
+    if unknown:
+        takes = f"takes the fields of its ops, {', '.join(sorted(fields))}" if fields else "takes no facts"
+        raise UsageError(f"{path} {takes}; unknown: {', '.join(unknown)}")
+    if backend and not any(backend in (i.name, *i.backends) for op in found for i in op.implementations):
+        raise UsageError(f"--backend: no op that {path} reaches has a backend {backend!r}")
+    head = f"{path} on {target}: " + (
+        f"reaches {', '.join(op.name for op in found)}; each as it is chosen for usual values"
+        if found
+        else "runs on the host, or reaches ops through an object; no kernel of its own"
+    )
+    data: dict[str, Any] = {"name": path, "target": str(target), "calls": []}
+    lines, ready = [head], not found
+    for op in found:
+        facts = {fact: text for fact, text in given.items() if fact in op.fields}
+        named = backend if any(backend in (i.name, *i.backends) for i in op.implementations) else None
+        one, texts, ok = _explain_op(op, target, facts, named)
+        data["calls"].append(one)
+        lines += [f"  {text}" for text in texts]
+        ready = ready or ok  # a call runs some of them
+    return data, lines, ready
 
 
 # A public function or wrapper by the sizes of a call.
@@ -167,7 +213,7 @@ def _rehearse(sample: Callable[..., Any], sizes: dict[str, Any], target: Target,
     usual, shared = _DEVICES.get(target.capability, _OTHER_DEVICE)
     with Rehearsal(target, sms or usual, shared << 10) as rehearsal:
         sample(**sizes)
-    return [Step(choice, launches) for choice, launches in dict.fromkeys(rehearsal.calls)]
+    return [Step(choice, done, rehearsal.files.get(choice)) for choice, done in dict.fromkeys(rehearsal.calls)]
 
 
 def _size_value(text: str) -> Any:
@@ -193,9 +239,7 @@ def _unknown(name: str) -> str:
     word = name.rpartition(".")[2]
     close = difflib.get_close_matches(word, known, 3, 0.4)
     hint = f"did you mean {' or '.join(close)}?" if close else f"ops are {', '.join(sorted(ops()))}"
-    if word in fi_core.__all__:
-        return f"fi_core.{word} has no description that its inputs could be made from; {hint}"
-    return f"no op or described function is named {name!r}; {hint}"
+    return f"no op or public function is named {name!r}; {hint}"
 
 
 def _refused(
@@ -212,7 +256,8 @@ def _refused(
 
 
 def _describe(step: Step) -> tuple[dict[str, Any], list[str], bool]:
-    choice, origins = step.choice, _origins(step.choice.spec)
+    choice = step.choice
+    origins = _origins(choice.spec) if step.files is None else [origin(artifact) for artifact in step.files]
     data = {
         "op": choice.request.op.name,
         "request": str(choice.request),

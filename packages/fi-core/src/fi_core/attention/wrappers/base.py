@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fi_core.attention.contract import check_workspace, computed, encoding, per_head, scale_product
 from fi_core.attention.wrappers import planners
 from fi_core.attention.wrappers.plan_state import PlanState
-from fi_core.runtime.launch.operator import is_rehearsing
+from fi_core.runtime.launch.operator import rehearsal
 from fi_core.utils import PosEncodingMode, check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Shapes:
     def find(self, key: tuple[Any, ...]) -> tuple[Any, dict[Any, Any]] | None:
         """A plan without tables, and what else is kept with it; None: it is not known, or an argument is refused."""
         try:
-            return None if is_rehearsing() else self._found.get(key)
+            return None if rehearsal() else self._found.get(key)
         except TypeError:  # not hashable
             return None
 
@@ -76,7 +76,7 @@ class Shapes:
             self._found.clear()
         found = plan, dict[Any, Any]()
         # Tensors and arrays may change in place, or are not hashable.
-        if not is_rehearsing() and not any(hasattr(x, "shape") for x in key):
+        if not rehearsal() and not any(hasattr(x, "shape") for x in key):
             self._found[key] = found
         return found
 

@@ -173,7 +173,7 @@ def begin_module(op: Op, kind: str) -> None:
     start([sources.host_module(op, kind)])
 
 
-def rehearse(spec: Spec, multiprocessors: int, shared_limit: int) -> Kernel:
+def rehearse(spec: Spec, multiprocessors: int, shared_limit: int, entries: Sequence[Entry] = ()) -> Kernel:
     """A CUDA spec bound without a device: calls compute their launches and do not launch them.
 
     Calls take tensors on the CPU, whose contents are not read. A host module that is neither installed nor in the store
@@ -182,9 +182,10 @@ def rehearse(spec: Spec, multiprocessors: int, shared_limit: int) -> Kernel:
     Args:
         spec: a CUDA spec.
         multiprocessors, shared_limit: of the rehearsed device; the latter in bytes of a CTA.
+        entries: of a user's variant, in place of those of the spec.
     """
     unit = spec.unit()
     assert unit is not None, f"{spec}: only a CUDA spec can be rehearsed"
     module = rehearsed_module(spec.op, "cuda")
     device = spec.target.capability, multiprocessors, shared_limit
-    return Kernel(module["rehearse"](spec.name, *device, *_words(unit.entries)), spec.name, {}, module)
+    return Kernel(module["rehearse"](spec.name, *device, *_words(entries or unit.entries)), spec.name, {}, module)

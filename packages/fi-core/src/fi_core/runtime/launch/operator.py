@@ -351,8 +351,7 @@ def composition(op: Op, device: Any, *values: Any) -> str:
 class Rehearsal:
     """Calls for another machine: each choice and each launch is computed, and nothing runs.
 
-    Tensors are on the CPU and their contents are not read. `calls` has the choice and the launches of each call, in
-    order.
+    Tensors are on the CPU and are not read. `calls` has choice and launches of each call; `files`, those of a variant.
 
     Args:
         target: the rehearsed target.
@@ -362,6 +361,7 @@ class Rehearsal:
     def __init__(self, target: Target, multiprocessors: int, shared_limit: int) -> None:
         self.target, self.multiprocessors, self.shared_limit = target, multiprocessors, shared_limit
         self.calls: list[tuple[Choice, tuple[Launch, ...]]] = []
+        self.files: dict[Choice, tuple[Any, ...]] = {}
 
     def __enter__(self) -> Rehearsal:
         _rehearsals.append(self)
@@ -378,8 +378,8 @@ class Rehearsal:
 _rehearsals: list[Rehearsal] = []  # the innermost counts
 
 
-def is_rehearsing() -> bool:
-    return bool(_rehearsals)
+def rehearsal() -> Rehearsal | None:
+    return _rehearsals[-1] if _rehearsals else None
 
 
 _operators: dict[str, Operator] = {}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Proto
 
 from fi_core.runtime.launch import torch_op
 from fi_core.runtime.launch.kernel import begin_module
-from fi_core.runtime.launch.operator import Operator, is_rehearsing, operator_of
+from fi_core.runtime.launch.operator import Operator, operator_of, rehearsal
 from fi_core.runtime.launch.reach import TOKEN_COUNTS, on_host
 from fi_core.runtime.resolve.checks import checks_signs
 from fi_core.runtime.signature import define
@@ -359,7 +359,7 @@ def plans_launches(
         at_once = f"return function(AtOnce({first}.device, {workspace}), {values})"
         body = [
             "try:",
-            "    if not modes() and not is_rehearsing() and not checks_signs():",
+            "    if not modes() and not rehearsal() and not checks_signs():",
             f"        given = {', '.join(map(_unpacked, tensors))},",
             "        if not (records() and any(x is not None and x.requires_grad for x in given)):",
             f"            key = {first}.shape, {first}.get_device(), {out} is None, {', '.join(numbers)}",
@@ -408,7 +408,7 @@ class _Plans:
         self.known: dict[Any, tuple[LaunchPlan, ...] | None] = {}  # None: calls are not planned
         self.scope: dict[str, Any] = {
             "modes": self._begin, "records": None, "known": self.known, "make": self._make, "recover": self._recover,
-            "function": function, "AtOnce": AtOnce, "is_rehearsing": is_rehearsing, "checks_signs": checks_signs,
+            "function": function, "AtOnce": AtOnce, "rehearsal": rehearsal, "checks_signs": checks_signs,
         }  # fmt: skip
 
     def _begin(self) -> int:

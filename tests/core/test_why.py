@@ -1,0 +1,44 @@
+"""`fi-core why` of names without a description, and of wrappers with a variant: the store stays empty."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import fi_core
+from core.console import Cli
+from fi_core.cli import why
+from fi_core.cli.arguments import parser
+from fi_core.registry import described
+from fi_core.runtime.resolve import store
+
+
+def test_why_answers_for_every_public_name(cli: Cli, fresh: Any, tmp_path: Path) -> None:
+    """By its description, or by the ops that its code reaches; also for a GPU that is not there."""
+    undescribed = []
+    for module, names in vars(fi_core)["_MODULES"].items():
+        home = importlib.import_module(f"fi_core.{module}")
+        for name in dict.fromkeys((*names, *getattr(home, "__all__", ()))):
+            if callable(getattr(home, name)) and not name.startswith("_") and described(name) is None:
+                undescribed.append((f"fi_core.{module}.{name}", name))
+    assert len(undescribed) > 50
+    for path, name in undescribed:
+        answers = [why.run(parser().parse_args(["why", word, "--target", "sm_103a"])) for word in (path, name)]
+        assert all(answer.ok for answer in answers) and answers[0].data["calls"] == answers[1].data["calls"], path
+    assert not (tmp_path / "cache" / "cached_ops").exists()
+    text = cli("why", "fi_core.fused_moe.trtllm_bf16_moe", "weights=bf16", "--target", "sm_90a")
+    assert text.startswith("fi_core.fused_moe.trtllm_bf16_moe on sm_90a: reaches moe_route, ")
+    assert "\n  moe_route(logits=bf16, weights=bf16" in text
+    assert "runs on the host" in cli("why", "vllm_meta_size")
+
+
+def test_why_of_a_wrapper_with_a_variant_compiles_no_variant(cli: Cli, fresh: Any) -> None:
+    name = "BatchPrefillWithCausalBidirectionalRangesWrapper"
+    for target, chosen in (("sm_90a", "wgmma_sm90"), ("sm_80", "mma_sm80")):
+        data = cli.json("why", name, "--target", target)
+        attention = data["calls"][-1]
+        assert (attention["op"], attention["chosen"]) == ("batch_prefill", chosen)
+        assert any("causal_or_in_range" in file["file"] for file in attention["files"])
+        assert attention["launches"]
+    assert store.entries() == []

@@ -35,19 +35,31 @@ def functions(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def one_request(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    fi_core.single_prefill_with_kv_cache(q, k, v, causal=True)
+    pair = fi_core.single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=True)
+    assert_type(pair, tuple[torch.Tensor, torch.Tensor])
+    assert_type(fi_core.single_prefill_with_kv_cache(q, k, v, causal=True), torch.Tensor)
+    assert_type(fi_core.single_decode_with_kv_cache(q, k, v, return_lse=False), torch.Tensor)
     fi_core.single_prefill_with_kv_cache_return_lse(q, k, v, causal=True)
     fi_core.single_prefill_with_kv_cache_return_lse(q, k, v, casual=True)  # type: ignore[call-arg]
-    fi_core.single_decode_with_kv_cache(q, k, v, window="left")  # type: ignore[call-arg]
+    fi_core.single_decode_with_kv_cache(q, k, v, window="left")  # type: ignore[call-overload]
+
+
+def sampling(probs: torch.Tensor, asks: bool) -> None:
+    assert_type(fi_core.top_p_sampling_from_probs(probs, 0.9), torch.Tensor)
+    assert_type(fi_core.sampling_from_probs(probs, return_valid=True), tuple[torch.Tensor, torch.Tensor])
+    either = fi_core.top_k_sampling_from_probs(probs, 40, return_valid=asks)
+    assert_type(either, torch.Tensor | tuple[torch.Tensor, torch.Tensor])
+    fi_core.top_p_sampling_from_probs(probs, 0.9, determinstic=True)  # type: ignore[call-overload]
 
 
 def wrappers(q: torch.Tensor, cache: torch.Tensor, indptr: torch.Tensor) -> None:
     decode = fi_core.BatchDecodeWithPagedKVCacheWrapper(q.new_empty(1), "NHD")
     assert_type(decode, fi_core.decode.BatchDecodeWithPagedKVCacheWrapper)
     decode.plan(indptr, indptr, indptr, 32, 8, 128, 16, q_data_type=torch.bfloat16)
-    decode.run(q, cache)
+    assert_type(decode.run(q, cache), torch.Tensor)
+    assert_type(decode.run(q, cache, return_lse=True), tuple[torch.Tensor, torch.Tensor])
     decode.plan(indptr, indptr, indptr, 32, 8, 128, "16")  # type: ignore[arg-type]
-    decode.run(q, cache, return_lsee=True)  # type: ignore[call-arg]
+    decode.run(q, cache, return_lsee=True)  # type: ignore[call-overload]
     decode.rnu(q, cache)  # type: ignore[attr-defined]
     prefill = fi_core.BatchPrefillWithPagedKVCacheWrapper(q.new_empty(1))
     prefill.plan(indptr, indptr, indptr, indptr, 32, 8, 128, 16, casual=True)  # type: ignore[call-arg]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fi_core.observe.log import fi_api
+from fi_core.runtime.returns import with_valid
 from fi_core.sampling import ops, trace
 from fi_core.sampling.arguments import Arguments, randomness, require_no_nan, result_dtypes, row_arguments, rows_of
 
@@ -100,6 +101,7 @@ def sampling_from_logits(
     return _draw(logits, "logits", vocab, indices, generator, check_nan, seed, offset, False, {})  # type: ignore[return-value]
 
 
+@with_valid
 @fi_api(trace=trace.SAMPLING_FROM_PROBS)
 def sampling_from_probs(
     probs: torch.Tensor,
@@ -136,6 +138,7 @@ def sampling_from_probs(
     return _draw(probs, "probs", 1, indices, generator, check_nan, seed, offset, return_valid, {})
 
 
+@with_valid
 @fi_api(trace=trace.TOP_P_SAMPLING)
 def top_p_sampling_from_probs(
     probs: torch.Tensor,
@@ -161,6 +164,7 @@ def top_p_sampling_from_probs(
     return _draw(probs, "probs", _RETRIES, indices, generator, check_nan, seed, offset, return_valid, {"top_p": top_p})
 
 
+@with_valid
 @fi_api(trace=trace.TOP_K_SAMPLING)
 def top_k_sampling_from_probs(
     probs: torch.Tensor,
@@ -183,6 +187,7 @@ def top_k_sampling_from_probs(
     return _draw(probs, "probs", _RETRIES, indices, generator, check_nan, seed, offset, return_valid, {"top_k": top_k})
 
 
+@with_valid
 @fi_api(trace=trace.MIN_P_SAMPLING)
 def min_p_sampling_from_probs(
     probs: torch.Tensor,
@@ -233,6 +238,7 @@ def top_k_top_p_sampling_from_logits(
     )  # fmt: skip
 
 
+@with_valid
 @fi_api(trace=trace.TOP_K_TOP_P_PROBS)
 def top_k_top_p_sampling_from_probs(
     probs: torch.Tensor,

@@ -14,6 +14,7 @@ from fi_core.attention.reference import attend_request
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.launch.operator import planned
+from fi_core.runtime.returns import with_lse
 from fi_core.utils import constants
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ _trace = single_trace(
 )
 
 
+@with_lse
 @fi_api(trace=_trace)
 def single_decode_with_kv_cache(
     q: torch.Tensor,
@@ -122,6 +124,7 @@ def _is_regular(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: int) 
     return bool(tokens and heads and q.shape[0] and q.shape[0] % heads == 0 and inner and devices)
 
 
+@with_lse
 @fi_api
 def single_decode_with_kv_cache_with_jit_module(
     jit_module: Any,

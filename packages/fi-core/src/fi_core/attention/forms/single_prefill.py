@@ -14,6 +14,7 @@ from fi_core.attention.ops.single import attend, single_choice
 from fi_core.attention.reference import attend_request
 from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Scalar, Tensor
+from fi_core.runtime.returns import setting_lse, with_lse
 from fi_core.utils import MaskMode
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ _trace = single_trace(
 )
 
 
+@with_lse
 @fi_api(trace=_trace)
 def single_prefill_with_kv_cache(
     q: torch.Tensor,
@@ -215,10 +217,11 @@ def _is_regular(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: st
     return heads > 0 and q.shape[1] % heads == 0 and not (causal and tokens < q.shape[0])
 
 
-single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
+single_prefill_with_kv_cache_return_lse = setting_lse(single_prefill_with_kv_cache)
 single_prefill_with_kv_cache_return_lse.__doc__ = "`single_prefill_with_kv_cache` with return_lse: (out, lse)."
 
 
+@with_lse
 @fi_api
 def single_prefill_with_kv_cache_with_jit_module(
     jit_module: Any,

@@ -13,6 +13,7 @@ from fi_core.attention.forms.tables_plan import BlockTablesPlan, buffers_in, ste
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import Facts
 from fi_core.observe.log import fi_api
+from fi_core.runtime.returns import with_lse
 from fi_core.utils import ceil_div, check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
@@ -205,6 +206,7 @@ def _results(
     return result, lse
 
 
+@with_lse
 @fi_api(trace=tables_trace)
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
@@ -361,7 +363,7 @@ def xqa_batch_decode_with_kv_cache(
     Args:
         q_cu_seq_lens: cum_seq_lens_q of that function, with q_len_per_req as its max_q_len.
     """
-    result: torch.Tensor = trtllm_batch_decode_with_kv_cache(  # type: ignore[assignment]
+    result: torch.Tensor = trtllm_batch_decode_with_kv_cache(
         query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
         out, sinks=sinks, kv_layout=kv_layout, enable_pdl=enable_pdl, q_len_per_req=q_len_per_req, o_scale=o_scale,
         mask=mask, max_q_len=q_len_per_req, kv_cache_sf=kv_cache_sf, cum_seq_lens_q=q_cu_seq_lens,

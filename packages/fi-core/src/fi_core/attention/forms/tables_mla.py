@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fi_core.attention.contract import check_workspace, flat_tables, number, results
 from fi_core.attention.ops import mla as ops
 from fi_core.observe.log import fi_api
+from fi_core.runtime.returns import with_lse
 from fi_core.utils import round_up
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def _context(
     return lens
 
 
+@with_lse
 @fi_api
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,

@@ -11,6 +11,7 @@ from fi_core.attention.ops import prefill as ops
 from fi_core.attention.ops.request import Facts
 from fi_core.observe.log import fi_api
 from fi_core.runtime.launch.operator import planned
+from fi_core.runtime.returns import with_lse
 from fi_core.utils import PosEncodingMode, int32_index
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ def trtllm_batch_context_with_kv_cache(
     return (result, lse) if return_lse and lse is not None else result
 
 
+@with_lse
 @fi_api
 def trtllm_ragged_attention_deepseek(
     query: torch.Tensor,

@@ -21,6 +21,7 @@ from fi_core.attention.wrappers.decode_plan import BatchDecodePlan, check_call
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.errors import blame
+from fi_core.runtime.returns import method_with_lse
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +68,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         CompileError: the variant does not compile; the errors of the generator are raised as well.
     """
 
+    @method_with_lse
     @fi_api(trace=trace.paged_decode, planned=trace.PLANNED_DECODE)
     def run(
         self,

@@ -14,6 +14,7 @@ from fi_core.attention.wrappers.base import PinnedMirror, check_results
 from fi_core.attention.wrappers.plan_state import PlanOption, PlanState
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame
+from fi_core.runtime.returns import method_with_lse
 from fi_core.utils import int32_index
 
 if TYPE_CHECKING:
@@ -250,6 +251,7 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
             self._placed[num_heads, batch_size] = found
         return found
 
+    @method_with_lse
     @fi_api(trace=mla_trace.TEMPLATE, planned=mla_trace.PLANNED)
     def run(
         self,
@@ -344,7 +346,7 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
         self._call = ops.plan_run(self.last_choice, self.device, self._check_call, plan)
         return self._call
 
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+    run_return_lse: functools.partialmethod[Any] = functools.partialmethod(run, return_lse=True)
 
     def _refuse_foreign(self, **given: Any) -> None:
         """Raises the error that names an argument of other libraries."""

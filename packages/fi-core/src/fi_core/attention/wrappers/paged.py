@@ -10,6 +10,7 @@ from fi_core.attention.contract import check_length, scores, unpack
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.log import fi_api
+from fi_core.runtime.returns import method_with_lse
 
 if TYPE_CHECKING:
     import torch
@@ -237,6 +238,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
 
     begin_forward = plan
 
+    @method_with_lse
     @fi_api(trace=trace.paged_prefill, planned=trace.PLANNED_PAGED)
     def run(
         self,

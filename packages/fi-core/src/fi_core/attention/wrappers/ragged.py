@@ -11,6 +11,7 @@ from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame
+from fi_core.runtime.returns import method_with_lse
 
 if TYPE_CHECKING:
     import torch
@@ -162,6 +163,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
                 return planned
         return torch.bfloat16
 
+    @method_with_lse
     @fi_api(trace=trace.ragged_prefill, planned=trace.PLANNED_RAGGED)
     def run(
         self,

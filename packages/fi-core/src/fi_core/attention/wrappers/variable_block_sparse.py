@@ -170,8 +170,9 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
         def by_head(x: torch.Tensor) -> torch.Tensor:
             return x.unflatten(0, (heads, qo_len)).transpose(1, 2).flatten(0, 1)  # type: ignore[no-any-return]
 
-        result = by_head(found[0] if return_lse else found)
+        rows, row_lse = found if isinstance(found, tuple) else (found, None)
+        result = by_head(rows)
         result = result if as_result is None else as_result.copy_(result)
-        return (result, by_head(found[1])) if return_lse else result
+        return result if row_lse is None else (result, by_head(row_lse))
 
     forward = run

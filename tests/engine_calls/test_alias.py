@@ -86,6 +86,8 @@ assert flashinfer.fi_trace is fi_core.fi_trace, "the module does not hide the fu
 from flashinfer.fi_trace import fi_trace
 from flashinfer.trace import TraceTemplate
 from flashinfer.api_logging import flashinfer_api
+assert flashinfer.jit.gemm.gen_gemm_module is flashinfer.jit.gen_gemm_module
+assert flashinfer.trace.templates.norm.rmsnorm_trace is fi_core.trace.templates.rmsnorm_trace
 from flashinfer.jit.core import gen_jit_spec, logger
 from flashinfer.jit.cpp_ext import run_ninja
 from flashinfer.jit.gemm.core import gen_gemm_sm90_module

@@ -112,6 +112,9 @@ def answering(module: ModuleType) -> None:
                 return []
             if wanted.startswith("__"):
                 raise
+            for place in places:
+                if home := RENAMED.get(f"{place}.{wanted}"):
+                    return importlib.import_module(f"{TOP}{home}")
             from fi_core.compat import lacking
 
             for place in places:

@@ -24,9 +24,8 @@ class Copy:
     def __init__(self, root: Path) -> None:
         self.root = root
         ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".*_cache")
-        for folder in ("packages", "tests"):
+        for folder in ("packages", "tests", "tools"):
             shutil.copytree(ROOT / folder, root / folder, symlinks=True, ignore=ignored)
-        (root / "tools").symlink_to(ROOT / "tools")
         for name in ("pyproject.toml", "VERSION", "LICENSE"):
             shutil.copy(ROOT / name, root / name)
         before = self.files()
@@ -129,3 +128,70 @@ def test_its_benchmark_case_runs(copy: Copy) -> None:
         "--refcheck", "--num_iters", "3", "--dry_run_iters", "1",
     )  # fmt: skip
     assert "[PERF] cpu" in said and "[PERF] torch" in said and "ERROR" not in said and "skipped" not in said
+
+
+def test_the_steps_of_flashinfer_have_a_place() -> None:
+    section = GUIDE.read_text().split("## FlashInfer's steps")[1].split("\n## ")[0]
+    steps = [int(step) for step in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)]
+    assert steps == [*range(1, 12), *range(1, 6)]
+
+
+def test_it_is_exported_logged_and_traced(copy: Copy) -> None:
+    """Steps 5 to 11: beside the four files there are one line to write, and files that commands write."""
+    init = copy.root / "packages" / "fi-core" / "src" / "fi_core" / "__init__.py"
+    before, after = '    "comm": (),\n', '    "comm": (),\n    "elementwise": ("squared_relu",),\n'
+    init.write_text(init.read_text().replace(before, after))
+    assert "fi_core/__init__.pyi" in copy.run("tools/stubs.py")
+    assert "from fi_core.elementwise import squared_relu" in init.with_suffix(".pyi").read_text()
+    program = """
+import os
+os.environ |= {"FI_LOGLEVEL": "3", "FI_LOGDEST": "stdout"}
+import fi_core, torch
+print(fi_core.squared_relu(torch.tensor([[-2.0, 3.0]])).tolist())
+print(fi_core.jit.gen_squared_relu_module(targets=[fi_core.jit.base.CPU]).name)
+print(fi_core.trace.templates.squared_relu_trace.op_type)
+"""
+    said = copy.run("-c", program)
+    assert "FlashInfer API Call: squared_relu\n" in said and "[[0.0, 9.0]]\nsquared_relu\nsquared_relu\n" in said
+    copy.run("tests/trace/example.py", "definitions", "--keep")
+    assert json.loads((copy.root / "definitions" / "squared_relu_d260.json").read_text())["op_type"] == "squared_relu"
+    assert "\nsquared_relu_d260: input [n, d] " in (copy.root / "tests" / "trace" / "definitions.txt").read_text()
+    shipped = "from fi_core import aot; print(sum('squared_relu' in a.id for a in aot.artifacts(('cubin',))))"
+    assert int(copy.run("-c", shipped)) >= 3
+
+
+VARIANT = """
+import torch
+from fi_core.jit import env
+from fi_core.jit.attention import gen_customize_single_decode_module
+struct = '''
+struct Half : AttentionVariantBase {
+  float sm_scale_log2;
+  template <typename Params>
+  __device__ __host__ Half(const Params& params, uint32_t batch_idx, uint8_t* smem_ptr) {
+    sm_scale_log2 = params.sm_scale * math::log2e;
+  }
+  REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+    return logits * 0.5f;
+  })
+};
+'''
+half = torch.float16
+spec = gen_customize_single_decode_module(
+    "half", half, half, half, 64, 64, [], [], ["sm_scale"], ["double"], "Half", struct
+)
+spec.build()
+for path in sorted(env.FLASHINFER_JIT_DIR.glob("*half*/*")):
+    print(path.name, path.suffix == ".cu" and "struct Half" in path.read_text())
+"""
+
+
+def test_a_variant_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    path = os.pathsep.join(str(folder) for folder in sorted(ROOT.glob("packages/*/src")))
+    settings = {"FI_CACHE_DIR": str(tmp_path / "cache"), "FI_CUDA_ARCH_LIST": "9.0a", "PYTHONPATH": path}
+    command = [sys.executable, "-c", VARIANT]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
+    assert done.returncode == 0, done.stderr
+    written = dict(line.split() for line in done.stdout.splitlines())
+    assert "True" in written.values(), "the unit with the struct"
+    assert any(name.endswith("sm_90a.cubin") for name in written)

@@ -14,7 +14,7 @@ import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from fi_core.runtime.files import PACKED, packed
 from fi_core.runtime.resolve import build_all, provider, run_all, store
 from fi_core.runtime.resolve.pool import limit
 from fi_core.runtime.spec.artifact import Artifact
+from fi_core.runtime.spec.dtype import short_name
 from fi_core.runtime.spec.op import Op, Spec
 from fi_core.runtime.spec.target import CPU, PREBUILT_ARCHS, Target
 
@@ -51,14 +52,15 @@ def specs(op: Op, target: Target) -> Iterator[Spec]:
     yield from dict.fromkeys(spec for request in requests for spec in dispatch.specs(request))
 
 
-def grid(kinds: Collection[str] = KINDS) -> dict[Artifact, Spec]:
+def grid(kinds: Collection[str] = KINDS, keep: Callable[[Spec], bool] = lambda spec: True) -> dict[Artifact, Spec]:
     """Every file of these kinds, and a spec that needs it. A host module serves all CUDA architectures of
-    FI_AOT_MACHINE.
+    FI_AOT_MACHINE. keep: which specs are wanted.
     """
-    found = files_of(spec for op in ops().values() for target in targets() for spec in specs(op, target))
+    every = (spec for op in ops().values() for target in targets() for spec in specs(op, target))
+    found = files_of(spec for spec in every if keep(spec))
     host = Target("cpu", env.aot_machine)
-    every = {a if a.kind == "cubin" else a._replace(target=host): spec for a, spec in found.items() if a.kind in kinds}
-    return dict(sorted(every.items(), key=lambda item: item[0].id))
+    kept = {a if a.kind == "cubin" else a._replace(target=host): spec for a, spec in found.items() if a.kind in kinds}
+    return dict(sorted(kept.items(), key=lambda item: item[0].id))
 
 
 def artifacts(kinds: Collection[str] = KINDS) -> list[Artifact]:
@@ -90,14 +92,21 @@ def _compiled(wanted: Sequence[Artifact], progress: bool) -> Iterator[dict[Artif
 
 
 def build(
-    directory: Path, kinds: Collection[str], progress: bool = False, origin: Mapping[str, str | None] = NOWHERE
+    directory: Path,
+    kinds: Collection[str],
+    progress: bool = False,
+    origin: Mapping[str, str | None] = NOWHERE,
+    keep: Callable[[Spec], bool] = lambda spec: True,
 ) -> list[Path]:
     """Compiles the grid into `directory`, with the index that `resolve.provider` reads; returns the files.
 
     The same sources and compilers give the same bytes, wherever the tree and the directory lie, and whether or not
     they come from the store. Raises CompileError of the first unit that fails, ValueError if a variable changes flags.
     """
-    wanted = grid(kinds)
+    wanted = grid(kinds, keep)
+    for target in targets():
+        if "cubin" in kinds and target.kind == "cuda" and not any(a.target == target for a in wanted):
+            print(f"{target}: nothing is built for it: no kernel supports it; sm_80 is the oldest", file=sys.stderr)
     check_flags(wanted)
     with _compiled(list(wanted), progress) as compiled:
         return _write(directory, wanted, compiled, origin)
@@ -175,6 +184,7 @@ def _write(
             }
     head = {"version": fi_core.__version__, "schema": provider.SCHEMA, "abi": compiler.FFI_ABI, **origin}
     text = json.dumps(head | {"compilers": compilers, "artifacts": index}, indent=1)
+    directory.mkdir(parents=True, exist_ok=True)
     (directory / "index.json").write_text(text + "\n")
     return written
 
@@ -205,13 +215,75 @@ def declared(name: str, entry: Mapping[str, Any]) -> Artifact | None:
     return artifact if artifact.id == name else None
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+# FlashInfer's options: those that leave out kernels here, and what does so in place of the others.
+_FAMILIES = {"add_comm": "comm", "add_moe": "fused_moe", "add_act": "activation"}
+_ALWAYS = ("add_gemma", "add_oai_oss", "add_misc", "add_xqa")  # the kernels of these calls are those of other calls
+_REPLACED = {
+    "build_dir": "set FI_CACHE_DIR and FI_AOT_STORE=1: the store keeps what is compiled",
+    "fa2_head_dim": "fi-core prebuild --model NAME --output DIR builds the head dims of a model",
+    "fa3_head_dim": "fi-core prebuild --model NAME --output DIR builds the head dims of a model",
+    "use_sliding_window": "every kernel takes any window",
+    "use_logits_soft_cap": "packages hold the kernels with and without it",
+}
+
+
+def _switch(text: str) -> bool:
+    words = {"true": True, "1": True, "false": False, "0": False}
+    if text.lower() not in words:
+        raise argparse.ArgumentTypeError(f"true or false is required; got {text!r}")
+    return words[text.lower()]
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fi_core.aot", description="Compiles what a binary package ships.")
-    parser.add_argument("out", type=Path, help="folder for the files and index.json")
-    parser.add_argument("kinds", nargs="+", choices=KINDS, metavar="kind", help=", ".join(KINDS))
+    parser.add_argument("out", nargs="?", type=Path, help="folder for the files and index.json")
+    parser.add_argument("kinds", nargs="*", metavar="kind", help=f"{', '.join(KINDS)}; all if none is given")
+    parser.add_argument("--out-dir", type=Path, metavar="OUT", help="the folder, in place of `out`")
     parser.add_argument("--origin", type=json.loads, default=NOWHERE, help='JSON of the index: {"commit", "tree"}')
+    sixteen, eight = (("float16", "bfloat16"), ("float8_e4m3fn", "float8_e5m2"))
+    parser.add_argument("--f16-dtype", nargs="+", choices=sixteen, help="no kernels of the other 16-bit dtype")
+    parser.add_argument("--f8-dtype", nargs="+", choices=eight, help="no kernels of the other 8-bit dtype")
+    for option, family in _FAMILIES.items():
+        parser.add_argument(_flag(option), type=_switch, default=True, help=f"false: no kernels of {family}")
+    for option in _ALWAYS:
+        parser.add_argument(
+            _flag(option), type=_switch, default=True, help="true; has no kernels of its own to leave out"
+        )
+    for option, instead in _REPLACED.items():
+        parser.add_argument(_flag(option), nargs="*", help=f"refused: {instead}")
+    return parser
+
+
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = _parser()
     given = parser.parse_args(arguments)
-    files = build(given.out, given.kinds, sys.stderr.isatty(), given.origin)
+    values = vars(given)
+    for option, instead in _REPLACED.items():
+        if values[option] is not None:
+            parser.error(f"{_flag(option)}: {instead}")
+    for option in _ALWAYS:
+        if not values[option]:
+            parser.error(
+                f"{_flag(option)}: there are no kernels of its own to leave out; fi-core prebuild --ops names ops"
+            )
+    if (given.out is None) == (given.out_dir is None):
+        parser.error("out: a folder is required, once: OUT or --out-dir OUT")
+    kinds = given.kinds or KINDS
+    if not {*kinds} <= {*KINDS}:
+        parser.error(f"kinds: {', '.join(KINDS)} are known; got {' '.join(kinds)}")
+    families = {family for option, family in _FAMILIES.items() if not values[option]}
+    dtypes = {"float16", "bfloat16"} - {*(given.f16_dtype or ("float16", "bfloat16"))}
+    dtypes |= {"float8_e4m3fn", "float8_e5m2"} - {*(given.f8_dtype or ("float8_e4m3fn", "float8_e5m2"))}
+    without = {short_name(f"torch.{dtype}") for dtype in dtypes}
+
+    def keep(spec: Spec) -> bool:
+        return spec.op.family not in families and without.isdisjoint(map(str, dict(spec.axes).values()))
+
+    files = build(given.out or given.out_dir, kinds, sys.stderr.isatty(), given.origin, keep)
     print(f"{len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB")
 
 

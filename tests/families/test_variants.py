@@ -384,7 +384,7 @@ def test_arguments_are_checked(device: str) -> None:
             call(bits.cpu(), begin, SM_SCALE)
     with pytest.raises(ValueError, match=r"dtype_q: masked was made for torch.float16; got torch.bfloat16"):
         single_decode_with_kv_cache_with_jit_module(single(MASKED, "decode"), q.bfloat16(), k, k, bits, begin, 1.0)
-    with pytest.raises(TypeError, match=r"^jit_module: what build_and_load"):
+    with pytest.raises(TypeError, match=r"jit_module: what build_and_load"):
         single_decode_with_kv_cache_with_jit_module("no module", q, k, k)
 
 

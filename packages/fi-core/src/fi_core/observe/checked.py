@@ -37,6 +37,7 @@ _WORDS = {
 }
 
 
+_PLAIN = (ValueError, TypeError, NotImplementedError)  # of a caller's mistake
 # Classes of errors that fi itself raises as subclasses only.
 _FOREIGN = (AttributeError, IndexError, RuntimeError, AssertionError, ZeroDivisionError, OverflowError)
 
@@ -130,10 +131,20 @@ def _name(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
 
 
 def _name_caller(error: Exception, called: str, signature: inspect.Signature) -> None:
-    """Texts of kernels begin with the name of an operator; the user knows the function that was called."""
+    """Texts of kernels begin with the name of an operator, others of ours with an argument; the user knows the function
+    that was called.
+    """
+    if error.args != (str(error),):
+        return
     inner, colon, text = str(error).partition(": ")
-    if colon and inner in operators() and inner not in signature.parameters and error.args == (str(error),):
+    if colon and inner in operators() and inner not in signature.parameters:
         error.args = (f"{called}: {text}",)
+    elif (
+        type(error) in _PLAIN
+        and "self" not in signature.parameters
+        and re.split(r"\W", inner)[0] in signature.parameters
+    ):
+        error.args = (f"{called}: {error}",)
 
 
 def _leaves(name: str, value: Any, levels: int = 3) -> Iterator[tuple[str, Any]]:

@@ -135,7 +135,7 @@ def test_import_paths(module: str, name: str) -> None:
 
 
 def test_a_generator_that_is_not_there() -> None:
-    with pytest.raises(ImportError, match="gen_gemm_sm100_module"):
+    with pytest.raises(ImportError, match="gen_gemm_sm100_module is not in fi: its kernels are for Blackwell"):
         from fi_core.jit.gemm import gen_gemm_sm100_module  # type: ignore[attr-defined]  # noqa: F401
     with pytest.raises(AttributeError, match=r"gen_rmsnrm_module'; did you mean 'gen_rmsnorm_module'\?"):
         ops.gen_rmsnrm_module  # noqa: B018

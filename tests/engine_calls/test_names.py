@@ -94,6 +94,23 @@ def test_what_is_absent_says_what_to_use(top: str) -> None:
     assert silent == []
 
 
+@pytest.mark.parametrize("path", ["gemm.mm_bf16_sm100", "jit.gemm.gen_tgv_gemm_sm10x_module", "mla.cute_dsl_mla"])
+def test_a_name_of_blackwell_that_is_not_listed_says_so(top: str, path: str) -> None:
+    module, _, name = path.rpartition(".")
+    with pytest.raises(
+        AttributeError, match=rf"{name} is not in fi: its kernels are for Blackwell \(sm_100 and later\)"
+    ):
+        getattr(importlib.import_module(f"{top}.{module}"), name)
+
+
+def test_a_listed_name_of_a_renamed_module_has_its_own_advice(top: str) -> None:
+    module = importlib.import_module(f"{top}.jit.fused_moe")
+    with pytest.raises(
+        AttributeError, match=r"flashinfer\.jit\.fused_moe\.gen_alphamoe_sm100_module is not in fi.*jit_specs"
+    ):
+        module.gen_alphamoe_sm100_module  # noqa: B018
+
+
 def test_what_stands_in_refuses(top: str) -> None:
     for entry in decided("refuses", "false"):
         found = getattr(owner(top, entry), entry.name)

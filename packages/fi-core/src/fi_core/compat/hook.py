@@ -115,9 +115,10 @@ def answering(module: ModuleType) -> None:
             for place in places:
                 if home := RENAMED.get(f"{place}.{wanted}"):
                     return importlib.import_module(f"{TOP}{home}")
-            from fi_core.compat import lacking
+            from fi_core.compat import lacking, names
 
-            for place in places:
+            listed = [place for place in places if f"{place}.{wanted}" in names.read()]
+            for place in listed or places:
                 if (value := lacking.find(place, wanted)) is not None:
                     return value
             raise

@@ -20,6 +20,10 @@ _REASONS = {
 }
 
 
+# Words of a name that is not listed, from which it follows that its kernels are for Blackwell.
+_BLACKWELL = re.compile(r"sm1[0-2][0-9xaf]|blackwell|cute_dsl|tcgen05|trtllm_gen(_|$)|tgv_")
+
+
 class Name(NamedTuple):
     """One name of FlashInfer."""
 
@@ -83,6 +87,8 @@ def find(module: str, name: str) -> Name | None:
         path = path.rpartition(".")[0]
     around = known.get(f"{path}.{WHOLE}", inner)
     asked = f"{module}.{name}".removeprefix(TOP).removeprefix(".")
+    if around is None and _BLACKWELL.search(name):
+        return Name(asked, "absent", "blackwell", "use the functions of fi that docs/reference lists")
     return None if around is None or around.kind == "here" else around._replace(path=asked, kind="absent", same="")
 
 

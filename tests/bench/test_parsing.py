@@ -15,8 +15,9 @@ from fi_bench.runner import repro_command
 
 NORM = "--routine rmsnorm --batch_size 4 --hidden_size 64"
 COMMANDS = [line for line in Path(__file__).with_name("commands.txt").read_text().splitlines() if line[0] != "#"]
-SEED_LINES = [line for line in COMMANDS if line.startswith("--routine")]
-LISTS = [line for line in COMMANDS if not line.startswith("--routine")]
+WORDS = [line.partition(".py ")[2] or line for line in COMMANDS]
+SEED_LINES = [line for line in WORDS if line.startswith("--routine")]
+LISTS = [line for line in WORDS if not line.startswith("--routine")]
 
 
 @pytest.mark.parametrize("line", SEED_LINES)

@@ -120,7 +120,7 @@ def test_both_sides_measured_in_turns(tmp_path: Path, capsys: pytest.CaptureFixt
     fake = tmp_path / "python.sh"
     a, b, log = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "log"
     for i, median in enumerate(NEAR):
-        write(tmp_path / f"row{i}", [made(median_ns=median, run_id=f"r{i}")])
+        write(tmp_path / f"row{i}.jsonl", [made(median_ns=median, run_id=f"r{i}")])
     fake.write_text(
         f'#!/bin/sh\necho "$1 $2 $3 $4 $5" >> {log}\n'
         f'for last; do :; done\nn=$(grep -c "^$1" {log})\ncat {tmp_path}/row$((n - 1)).jsonl >> "$last"\n'

@@ -62,8 +62,18 @@ def test_every_row_and_reason_is_there() -> None:
     assert html.count('<td class="n">2.00x</td>') == 4
     # 1024 bytes at 2 GB/s are 512 ns: half of the measured 1000 ns
     assert "</i></span>51<" in html
-    assert re.search(r"2.00x</b><span>cpu over torch, worst 2.00x", html)
+    assert re.search(r"2.00x</b><span>cpu over torch, the median case; 2.00x .. 2.00x", html)
     assert ">1</b><span>rows not measured" in html
+
+
+def test_one_extreme_case_does_not_move_the_speed_up() -> None:
+    """A loop in torch may take thousands of times longer: the median says what users get, the range shows the rest."""
+    found = []
+    for batch, times in ((1, 1.1), (4, 1.2), (16, 7156.0)):
+        line = f"--routine rmsnorm --batch_size {batch} --hidden_size 64"
+        found += [made(line), made(line, backend="torch", median_ns=1000.0 * times)]
+    html = page.html(found, {}, "torch", "A")
+    assert "1.20x</b><span>cpu over torch, the median case; 1.10x .. 7156.0x" in html
 
 
 DRAWINGS = re.findall(r'<svg class="chart".*?</svg>', text(), re.S)

@@ -24,8 +24,8 @@ RMS = ["--routine", "rmsnorm", "--batch_size", "8", "--hidden_size", "256", "--n
 DECODE = ["--routine", "single_decode_with_kv_cache", "--s_kv", "64", "--num_qo_heads", "4", "--num_kv_heads", "2"]
 GEMM = ["--routine", "gemm_fp8_nt_groupwise", "--m", "4", "--n", "128", "--k", "128", "--num_iters", "3"]
 PERF = re.compile(
-    r"^\[PERF\] (\S+) *:: median time \d+\.\d{3} ms; std \d+\.\d{3} ms; achieved tflops \d+\.\d{3} TFLOPs/sec; "
-    r"achieved tb_per_sec \d+\.\d{3} TB/sec$",
+    r"^\[PERF\] (\S+) *:: median time \d+\.\d{3,} ms; std \d+\.\d{3,} ms; achieved tflops \d+\.\d{3,} TFLOPs/sec; "
+    r"achieved tb_per_sec \d+\.\d{3,} TB/sec$",
     re.M,
 )
 
@@ -80,6 +80,11 @@ def test_the_perf_line_is_that_of_flashinfer(capsys: pytest.CaptureFixture[str])
         "[PERF] fa2            :: median time 0.145 ms; std 0.002 ms; achieved tflops 125.300 TFLOPs/sec; "
         "achieved tb_per_sec 1.870 TB/sec\n"
     )
+    perf("cpu", 0.0001234, 0.0, 0.000012, 0.0005)
+    assert capsys.readouterr().out == (
+        "[PERF] cpu            :: median time 0.000123 ms; std 0.000 ms; achieved tflops 0.0000120 TFLOPs/sec; "
+        "achieved tb_per_sec 0.001 TB/sec\n"
+    ), "what is not zero does not read 0.000"
 
 
 def test_testlist_rows_skips_and_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -397,7 +402,9 @@ def test_draw_takes_so_many_points_at_random(tmp_path: Path) -> None:
     assert [line.words for line in schedule.drawn_lines(lines, lines[0].points[0])] == [(*RMS, "--draw", "3")]
 
 
-@pytest.mark.parametrize("path", ["", ".", "/dev/full", "/dev/null", "/dev/full.jsonl/x.jsonl"])
+@pytest.mark.parametrize(
+    "path", ["", ".", "/dev/full", "/dev/null", "/dev/full.jsonl/x.jsonl", "results.xlsx", "results"]
+)
 def test_an_output_that_is_no_file_is_one_line(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*RMS, "--backends", "torch", "--output_path", path]) == 2
     said = capsys.readouterr()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fi_bench.console import say
+from fi_bench.console import figure, say
 from fi_bench.errors import OK, UsageError
 from fi_bench.files import text_of, writable
 from fi_bench.parsing import Parser, underscored
@@ -129,10 +129,10 @@ def main(words: Sequence[str]) -> int:
     found = measure_ceilings(device, size, args.matmul_size or (8192 if device == "cuda" else 1024))
     name = machine(environment.collect(), device)
     file.write_text(json.dumps({**kept, name: found._asdict()}, indent=1) + "\n", encoding="utf-8")
-    print(f"copy    {found.copy / 1e12:.3f} TB/s (read + written)")
-    print(f"read    {found.read / 1e12:.3f} TB/s")
-    print(f"matmul  {found.matmul / 1e12:.3f} TFLOP/s ({'bf16' if device == 'cuda' else 'fp32'})")
+    print(f"copy    {figure(found.copy / 1e12)} TB/s (read + written)")
+    print(f"read    {figure(found.read / 1e12)} TB/s")
+    print(f"matmul  {figure(found.matmul / 1e12)} TFLOP/s ({'bf16' if device == 'cuda' else 'fp32'})")
     if found.matmul_fp8 != found.matmul:
-        print(f"        {found.matmul_fp8 / 1e12:.3f} TFLOP/s (fp8)")
+        print(f"        {figure(found.matmul_fp8 / 1e12)} TFLOP/s (fp8)")
     say("INFO", f"kept for {name} in {file}")
     return OK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -55,11 +56,17 @@ def complain(text: str) -> None:
     print(f"[ERROR] fi-bench: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
+def figure(value: float) -> str:
+    """Three decimals, as FlashInfer's benchmark prints; three significant digits if those would read 0.000."""
+    digits = 3 if value >= 0.0005 or value <= 0 else 2 - math.floor(math.log10(value))
+    return f"{value:.{digits}f}"
+
+
 def perf(backend: str, median_ms: float, std_ms: float, tflops: float, tb_per_sec: float) -> None:
     say(
         "PERF",
-        f"{backend.ljust(15)}:: median time {median_ms:.3f} ms; std {std_ms:.3f} ms; "
-        f"achieved tflops {tflops:.3f} TFLOPs/sec; achieved tb_per_sec {tb_per_sec:.3f} TB/sec",
+        f"{backend.ljust(15)}:: median time {figure(median_ms)} ms; std {figure(std_ms)} ms; "
+        f"achieved tflops {figure(tflops)} TFLOPs/sec; achieved tb_per_sec {figure(tb_per_sec)} TB/sec",
     )
 
 

@@ -92,7 +92,7 @@ class Sink:
         if output_path is None:
             return
         path = Path(output_path)
-        if not path.name:
+        if path.suffix not in (".csv", ".jsonl"):
             raise UsageError(f"--output_path {output_path!r}: give a name that ends in .csv or .jsonl")
         self.csv = None if path.suffix == ".jsonl" else path
         self.jsonl = path.with_suffix(".jsonl")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fi_bench.catalog import family_of
-from fi_bench.console import human_time
+from fi_bench.console import figure, human_time
 from fi_bench.record import Record, parameters
 
 
@@ -41,8 +41,8 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             row |= {
                 "median": human_time(s["median"]),
                 "95% interval": f"{human_time(s['ci_low'])} .. {human_time(s['ci_high'])}",
-                "TB/s": f"{r['derived']['tb_per_sec']:.3f}",
-                "TFLOP/s": f"{r['derived']['tflops']:.3f}",
+                "TB/s": figure(r["derived"]["tb_per_sec"]),
+                "TFLOP/s": figure(r["derived"]["tflops"]),
             }
         if r.get("host_ns"):
             row["host"] = human_time(r["host_ns"])

@@ -14,7 +14,7 @@ from fi_core.cli.arguments import parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if not p.parts[-2].startswith("_"))]
-PAGES += sorted((ROOT / "packages").glob("*/README.md"))
+PAGES += [*sorted((ROOT / "packages").glob("*/README.md")), ROOT / "benchmarks" / "README.md"]
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
@@ -41,7 +41,8 @@ COMMANDS = [
     for line in re.findall(r"^(?:\w+=\S+ )*(fi-core .*)", block, re.MULTILINE)
 ]
 FENCED = [line for page in PAGES for block in blocks(page, "sh", "bash", "") for line in joined(block)]
-BENCHMARKS = sorted({found[1] for line in FENCED if (found := re.match(r"(?:fi-bench|python -m fi_bench) (.*)", line))})
+BENCH = re.compile(r"(?:fi-bench|python3? (?:-m fi_bench|(?:benchmarks/)?flashinfer_benchmark\.py)) (.*)")
+BENCHMARKS = sorted({found[1] for line in FENCED if (found := BENCH.match(line))})
 
 
 @pytest.mark.parametrize("page", PYTHON, ids=name)
@@ -58,15 +59,16 @@ def test_command_is_one(line: str) -> None:
 
 
 def check_run(words: list[str]) -> None:
-    """The flags of a run parse, and fi-core has each backend of its own that they name."""
+    """The flags of a run parse, and the case has each backend that they name."""
     if "--testlist" in words or "-h" in words or "--help" in words:
         return
     for point in (point for line in parsing.read_lines(words) for point in line.points):
         case = find(point.routine)
         assert case is not None
-        for backend in point.backends or ():
-            if backend != "auto" and backends.is_ours(backend, case):
-                assert backend in backends.implementations(case)
+        offered = backends.offered(case)
+        assert [
+            name for name in point.backends or () if name not in offered and not name.startswith("flashinfer")
+        ] == []
 
 
 @pytest.mark.parametrize("line", BENCHMARKS)

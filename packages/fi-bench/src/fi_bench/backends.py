@@ -14,6 +14,7 @@ from typing import Any
 
 from fi_bench import cases, support
 from fi_bench.case import Case, Inputs, Planned
+from fi_bench.catalog import family_of
 from fi_bench.errors import SkipError, UsageError, did_you_mean
 from fi_bench.peers import FLASHINFER, LIBRARIES, Library
 
@@ -184,13 +185,17 @@ def exists(case: Case) -> bool:
     return _function(case, "fi_core") is not None
 
 
-def implementations(case: Case) -> tuple[str, ...]:
-    """Names of the implementations of the op behind a case (imports no torch); empty if it has no kernel of its own."""
+def _implementations(case: Case) -> tuple[Any, ...]:
     from fi_core.runtime.launch.operator import operators
 
     exists(case)  # imports the family, which declares its ops
     found = operators().get(case.op)
-    return tuple(impl.name for impl in found.op.implementations) if found else ()
+    return tuple(found.op.implementations) if found else ()
+
+
+def implementations(case: Case) -> tuple[str, ...]:
+    """Names of the implementations of the op behind a case (imports no torch); empty if it has no kernel of its own."""
+    return tuple(impl.name for impl in _implementations(case))
 
 
 def labels(case: Case) -> tuple[str, ...]:
@@ -221,18 +226,44 @@ def _labelled(name: str, case: Case, device: str) -> Runner:
 
 def capabilities(case: Case) -> dict[str, tuple[str, ...]]:
     """Where each implementation of a case runs, as its constraints say: "CPU" and compute capabilities."""
-    from fi_core.runtime.launch.operator import operators
+    return {impl.name: _places(impl) for impl in _implementations(case)}
 
-    implementations(case)  # declares the op
-    found = operators().get(case.op)
+
+def _places(impl: Any) -> tuple[str, ...]:
     places = [("CPU", {"device": "cpu", "capability": 0})]
     places += [(c, {"device": "cuda", "capability": int(c.replace(".", ""))}) for c in support.CAPABILITIES]
 
-    def runs(impl: Any, values: dict[str, object]) -> bool:
+    def runs(values: dict[str, object]) -> bool:
         return all(rule.holds(values) for rule in impl.constraints if getattr(rule, "name", "") in values)
 
-    impls = found.op.implementations if found else ()
-    return {impl.name: tuple(place for place, values in places if runs(impl, values)) for impl in impls}
+    return tuple(place for place, values in places if runs(values))
+
+
+def usual(routine: str) -> list[str]:
+    """The backends that are timed on a GPU by default: FlashInfer's, or `auto` where they are not fi-core's."""
+    theirs = list(family_of(routine).default_backends)
+    found = cases.find(routine)
+    own = implementations(found) if found and exists(found) else ()
+    return ["auto"] if own and not set(theirs) & set(own) else theirs
+
+
+def offered(case: Case) -> dict[str, tuple[str, ...]]:
+    """Every name that --backends takes for a case of fi-core, but FlashInfer's own, and where it runs."""
+    if not exists(case):
+        return {}
+    impls = _implementations(case)
+    every = ("CPU", *support.CAPABILITIES)
+    found = {"auto": {place for impl in impls if not impl.by_name for place in _places(impl)} if impls else set(every)}
+    for public in _PUBLIC if case.plan is not None else ():
+        found[public] = {place for impl in impls if public in impl.backends for place in _places(impl)} - {"CPU"}
+    kernels = found["auto"] - {"CPU"}
+    found |= dict.fromkeys(labels(case), kernels)
+    for name, places in capabilities(case).items():
+        known = {place for place in places if place == "CPU" or float(place) >= _OLDEST}
+        found[_OWN + name if name in (*LIBRARIES, *_FOREIGN) else name] = known
+    for name in (*(("torch",) if case.torch else ()), *case.peers):
+        found[name] = set(LIBRARIES[name].places(every))
+    return {name: tuple(place for place in every if place in on) for name, on in found.items() if on}
 
 
 def _ours(name: str, case: Case, device: str) -> Runner:

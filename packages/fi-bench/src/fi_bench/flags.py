@@ -170,7 +170,7 @@ GEMM = (
     dtype("input_dtype", "fp8_e4m3"),
     dtype("mat2_dtype", "fp8_e4m3"),
     dtype("out_dtype", "bfloat16"),
-    Flag("mma_sm", "SMs of one MMA: 1 or 2", integers, 1, metavar="{1,2}", least=1, most=2),
+    Flag("mma_sm", "SMs of one MMA", integers, 1, metavar="{1,2}", least=1, most=2),
     switch("use_128x4_sf_layout", "swizzled scale layout"),
     switch("use_nvfp4", "nvfp4 instead of mxfp4"),
     switch("bias", "add a bias"),

@@ -75,20 +75,12 @@ def _support(routine: str | None) -> list[dict[str, Any]]:
     rows = []
     for name in wanted:
         found = cases.find(name)
-        known = backends.capabilities(found) if found else {}
-        known |= {peer: _capabilities(peer) for peer in (found.peers if found else ())}
+        known = backends.offered(found) if found else {}
         known |= {f"flashinfer:{backend}": on for backend, on in support.FLASHINFER.get(name, {}).items()}
         for backend, on in known.items() or [("-", ())]:
             places = ("CPU", *support.CAPABILITIES)
             rows.append({"routine": name, "backend": backend} | {p: "yes" if p in on else "-" for p in places})
     return rows
-
-
-def _capabilities(library: str) -> tuple[str, ...]:
-    majors = LIBRARIES[library].majors
-    if majors is None:
-        return ("CPU", *support.CAPABILITIES)
-    return tuple(c for c in support.CAPABILITIES if int(c.partition(".")[0]) in majors)
 
 
 def _presets() -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,11 @@ class Library:
     def module(self) -> str | None:
         """The installed module. Only its top package is looked up; nothing is imported."""
         return next((name for name in self.modules if _exists(name)), None)
+
+    def places(self, every: Sequence[str]) -> tuple[str, ...]:
+        """Those of "CPU" and compute capabilities that it runs on."""
+        majors = self.majors
+        return tuple(p for p in every if majors is None or p.partition(".")[0] in map(str, majors))
 
     def load(self) -> Any:
         name = self.module()

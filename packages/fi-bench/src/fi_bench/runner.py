@@ -33,10 +33,7 @@ def asked_backends(args: Namespace) -> list[str]:
 
     if args.device == "cpu" or not torch.cuda.is_available():
         return ["cpu"]
-    usual = list(family_of(args.routine).default_backends)
-    found = cases.find(args.routine)
-    ours = backends.implementations(found) if found and backends.exists(found) else ()
-    return ["auto"] if ours and not set(usual) & set(ours) else usual
+    return backends.usual(args.routine)
 
 
 def device_of(args: Namespace, names: Iterable[str]) -> str:

@@ -30,6 +30,8 @@ SMALL = {
     "kda": "--batch_size 2 --s_qo 70 --num_q_heads 2 --head_size 16",
     "mamba": "--batch_size 2 --nheads 4 --dim 16 --dstate 32 --ngroups 2",
     "sampling": "--batch_size 3 --vocab_size 301 --top_k 7",
+    "allreduce_comm": "--num_tokens 5 --hidden_size 128",
+    "moe_comm": "--num_tokens 9 --hidden_size 128 --num_experts 8 --top_k 3",
 }
 VARIANTS = {
     "moe": [
@@ -40,6 +42,11 @@ VARIANTS = {
         "--cutlass_variant fp8",
         "--ep_size 2 --ep_rank 1 --n_group 4 --topk_group 2",
     ],
+    "allreduce_comm": [
+        "--pattern ar_residual_rmsnorm --input_dtype float16",
+        "--pattern ar_residual_rmsnorm_dynamic_fp8",
+    ],
+    "moe_comm": ["--max_num_tokens 20 --input_dtype float16"],
     "moe_routing": ["--n_group 4 --topk_group 2 --routing_skew 1"],
     "gemm": ["--scale_major_mode K", "--out_dtype float16"],
     "norm": ["--input_dtype float16", "--out_dtype fp8_e5m2 --scale 0.02"],

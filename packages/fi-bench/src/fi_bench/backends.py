@@ -239,6 +239,12 @@ def _places(impl: Any) -> tuple[str, ...]:
     return tuple(place for place, values in places if runs(values))
 
 
+def _public(case: Case) -> list[str]:
+    """Values of `backend=` that the wrapper of a case accepts."""
+    impls = _implementations(case) if case.plan is not None else ()
+    return [name for name in _PUBLIC if any(name in impl.backends for impl in impls)]
+
+
 def usual(routine: str) -> list[str]:
     """The backends that are timed on a GPU by default: FlashInfer's, or `auto` where they are not fi-core's."""
     theirs = list(family_of(routine).default_backends)
@@ -254,7 +260,7 @@ def offered(case: Case) -> dict[str, tuple[str, ...]]:
     impls = _implementations(case)
     every = ("CPU", *support.CAPABILITIES)
     found = {"auto": {place for impl in impls if not impl.by_name for place in _places(impl)} if impls else set(every)}
-    for public in _PUBLIC if case.plan is not None else ():
+    for public in _public(case):
         found[public] = {place for impl in impls if public in impl.backends for place in _places(impl)} - {"CPU"}
     kernels = found["auto"] - {"CPU"}
     found |= dict.fromkeys(labels(case), kernels)
@@ -282,7 +288,7 @@ def _ours(name: str, case: Case, device: str) -> Runner:
         if name not in ("auto", device):
             raise SkipError(f"{case.routine} is plain torch on every device: use --backends auto")
         return Runner(name, "fi_core", _first(case, device), _of_function(case, function, name), case.outputs)
-    if name in _PUBLIC and name not in impls and case.plan is not None:
+    if name in _public(case):
         if device == "cpu":
             raise _needs_gpu(name, _capabilities_from(case) if name != "fa3" else "9.0")
         return Runner(name, "fi_core", name, _of_function(case, function, name), case.outputs)

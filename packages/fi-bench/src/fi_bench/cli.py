@@ -79,6 +79,12 @@ def _child(words: Sequence[str]) -> int:
     return worker.serve(words)
 
 
+def _rank(words: Sequence[str]) -> int:
+    from fi_bench import ranks
+
+    return ranks.serve(words)
+
+
 def _list(words: Sequence[str]) -> int:
     from fi_bench import listing
 
@@ -152,6 +158,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "rerun": _rerun,
     "env": _env,
     "_child": _child,
+    "_rank": _rank,
 }
 
 

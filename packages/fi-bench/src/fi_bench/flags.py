@@ -230,23 +230,27 @@ MOE_ROUTING = (
     real("routed_scaling_factor", 2.5, "factor of the routed output"),
     ROUTING_SKEW,
 )
+RANKS = number("ranks", 2, "processes of this host that take part, on GPUs one for each")
 MOE_COMM = (
-    *MOE,
+    RANKS,
+    *(flag for flag in MOE if flag.name != "intermediate_size"),
+    number("intermediate_size", None, "expert dimension, for --real_math"),
     choice("quant_dtype", ("fp8", "nvfp4", "fp8_block_scale"), None, "quantisation of the sent tokens"),
     switch("real_math", "run the experts too"),
     number("max_num_tokens", None, "capacity"),
-    switch("validate", "check the result"),
-    switch("nvtx", "mark the phases"),
+    switch("validate", "the same as --refcheck"),
+    switch("nvtx", "accepted for compatibility: every case has an NVTX range"),
     switch("per_phase_timing", "time the phases"),
     switch("use_lora", "with LoRA"),
 )
 ALLREDUCE = (
+    RANKS,
     number("num_tokens", 64, "tokens"),
     number("hidden_size", 4096, "model dimension"),
     dtype("input_dtype", "bfloat16"),
     choice("ar_backend", ("auto", "trtllm", "mnnvl"), "auto", "transport"),
     choice("pattern", ("allreduce", "ar_residual_rmsnorm", "ar_residual_rmsnorm_dynamic_fp8"), "allreduce", "fusion"),
-    switch("validate", "check the result"),
+    switch("validate", "the same as --refcheck"),
 )
 MIXED_COMM = (
     Flag("local_bs_list", "batch sizes", int, kind="words", required=True, metavar="N"),

@@ -109,6 +109,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     for flag in family.flags:
         if flag.kind == "axis" and getattr(args, flag.name) is not None:
             setattr(args, flag.name, sweep.one_or_axis(getattr(args, flag.name)))
+    args.refcheck |= getattr(args, "validate", False)
     _check(args)
     for flag in family.flags:
         _check_bounds(flag, getattr(args, flag.dest or flag.name))

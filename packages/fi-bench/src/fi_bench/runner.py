@@ -17,6 +17,7 @@ from fi_bench.catalog import family_of
 from fi_bench.console import Log, human_time, perf, say
 from fi_bench.errors import ContextLostError, MismatchError, SkipError
 from fi_bench.measure import Measurement, Options, measure
+from fi_bench.measure.ranks import count, gathered
 from fi_core.runtime.errors import LibraryError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ class CaseRun:
                 "WARNING",
                 f"--enable_pdl provided but routine {self.case.routine} does not support PDL; flag is ignored.",
             )
+        self._check_ranks(device_name)
         self._prepare(device_name)
         assert self.inputs is not None
         assert self.device is not None
@@ -180,6 +182,13 @@ class CaseRun:
         if self.case.lengths:
             found["lengths"] = dict(self.case.lengths(self.inputs))
         self._report(label, found)
+
+    def _check_ranks(self, device_name: str) -> None:
+        import torch
+
+        asked = count(self.args)
+        if device_name == "cuda" and asked > torch.cuda.device_count():
+            raise SkipError(f"--ranks {asked} takes as many GPUs, this machine has {torch.cuda.device_count()}")
 
     def _prepare(self, device_name: str) -> None:
         if self.inputs is not None:
@@ -216,7 +225,8 @@ class CaseRun:
         refcheck.poison(inputs, self.case.poison)
         outputs = runner.outputs(inputs, runner.prepare(inputs)(inputs))
         tolerances = self.case.tolerances(inputs, outputs)
-        differences = refcheck.check(outputs, self.reference, tolerances, runner.library != "fi_core")
+        own = refcheck.check(outputs, self.reference, tolerances, runner.library != "fi_core")
+        differences = [d for rank in gathered(own) for d in rank]  # all ranks go on, or none
         wrong = [d for d in differences if not d.ok]
         for d in differences:
             self.log.detail(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from fi_bench import parsing, record, summary
 from fi_bench.console import Progress, complain, say, table
 from fi_bench.errors import FAILED, MISMATCH, OK, USAGE, ContextLostError, MismatchError, OutputError
+from fi_bench.measure.ranks import count
 from fi_bench.runner import CaseRun, asked_backends
 from fi_bench.worker import Worker
 
@@ -142,7 +143,7 @@ class Runs:
     def run(self, job: Job) -> set[str]:
         """Runs a job. Returns the statuses of its records, and `failed` after an error outside of any backend."""
         before, broken = len(self.tally.records), self.tally.broken
-        if self._lost or _isolated(job.args) or job.args.trials > 1:
+        if self._lost or _isolated(job.args) or job.args.trials > 1 or count(job.args) > 1:
             self._elsewhere(job, job.args.backends)
         else:
             self._here(job)

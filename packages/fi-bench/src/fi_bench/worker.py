@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fi_bench import record
+from fi_bench import ranks, record
 from fi_bench.console import said_to, say
 from fi_bench.errors import OK, ContextLostError, MismatchError
 from fi_bench.runner import CaseRun
@@ -104,6 +104,8 @@ class Worker:
         return answer
 
     def _died(self) -> End:
+        with contextlib.suppress(ProcessLookupError):  # ranks that it started
+            os.killpg(self._process.pid, signal.SIGKILL)
         code = self._part()
         if code < 0:
             return End("crashed", f"killed by {signal.Signals(-code).name}")
@@ -128,7 +130,8 @@ def serve(words: Sequence[str]) -> int:
                 task = json.loads(line)
                 args, end = Namespace(**task["args"]), {"end": "done"}
                 try:
-                    CaseRun(args, task["run_id"], task["trial"], lambda found: answer(record=found)).run()
+                    with ranks.started(args, line):
+                        CaseRun(args, task["run_id"], task["trial"], lambda found: answer(record=found)).run()
                 except MismatchError:
                     pass  # its record is written
                 except ContextLostError as error:

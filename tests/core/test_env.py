@@ -171,7 +171,7 @@ def test_table_documents_every_variable(monkeypatch: pytest.MonkeyPatch) -> None
     for name in env.present():
         monkeypatch.delenv(name)
     assert len(ROWS) == len(
-        {name for name in vars(Env) if not name.startswith("_")} - {"table", "present", "with_module_path"}
+        {name for name in vars(Env) if not name.startswith("_")} - {"table", "present", "with_places"}
     )
     for row in env.table():
         assert row.doc.endswith(".")

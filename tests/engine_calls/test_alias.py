@@ -110,6 +110,17 @@ def test_wrong_commands(words: list[str], message: str, tmp_path: Path) -> None:
     assert done.returncode == 2 and message in done.stderr
 
 
+def test_the_command_flashinfer_is_there(tmp_path: Path) -> None:
+    """In the command and in what it starts; without a store that can be written the rest works."""
+    given = {"HOME": str(tmp_path), "PYTHONPATH": PYTHONPATH, "PATH": os.environ["PATH"]}
+    command = [sys.executable, "-m", "fi_core", "exec", "--"]
+    for words in (["flashinfer", "list-modules"], ["sh", "-c", "flashinfer list-modules"]):
+        done = subprocess.run([*command, *words], env=given, capture_output=True, text=True)
+        assert done.stdout.startswith("Available compilation modules:"), done.stderr
+    nowhere = given | {"FI_CACHE_DIR": "/dev/null/store"}
+    assert subprocess.run([*command, "true"], env=nowhere).returncode == 0
+
+
 def test_modules_run_as_programs(tmp_path: Path) -> None:
     command = [*EXEC, "-m", "flashinfer.collect_env"]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": PYTHONPATH}, capture_output=True, text=True)

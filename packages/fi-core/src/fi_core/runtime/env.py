@@ -326,10 +326,11 @@ class Env:
             if isinstance(variable, Variable):
                 yield variable.row()
 
-    def with_module_path(self, folder: Path) -> dict[str, str]:
-        """The environment for a command whose Python processes look for modules in a folder first."""
-        given = os.environ.get("PYTHONPATH")
-        return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{given}" if given else str(folder)}
+    def with_places(self, modules: Path, programs: Path) -> dict[str, str]:
+        """The environment of a command that looks in these folders first, its Python processes for modules."""
+        first = {"PYTHONPATH": modules, "PATH": programs}
+        usual = {"PATH": os.defpath, **os.environ}
+        return usual | {name: os.pathsep.join(filter(None, (str(at), usual.get(name)))) for name, at in first.items()}
 
     def present(self) -> dict[str, str]:
         """The raw values of every FI_*, FLASHINFER_* and table variable that is set, for environment reports."""

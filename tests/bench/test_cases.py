@@ -25,6 +25,7 @@ SMALL = {
     "cascade": "--batch_size 5 --num_qo_heads 4 --head_dim 16 --num_states 3",
     "quantization": "--m 5 --k 64 --batch_size 2",
     "topk": "--batch_size 3 --vocab_size 300 --max_len 200 --top_k 70",
+    "topk_varlen": "--batch_size 3 --max_seq_len 200 --top_k 70",
     "attention": "--s_qo 7 --s_kv 19 --num_qo_heads 4 --num_kv_heads 2 --head_dim_qk 16",
     "gdn": "--batch_size 2 --seq_len 2 --s_qo 70 --num_q_heads 2 --num_k_heads 2 --num_v_heads 4 --head_size 16",
     "kda": "--batch_size 2 --s_qo 70 --num_q_heads 2 --head_size 16",

@@ -6,8 +6,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fi_bench.case import Inputs, Outputs
-from fi_bench.cases.common import to_fp8
+from fi_bench.case import Case, Inputs, Outputs, Work, dtype_of
+from fi_bench.cases.common import nbytes, normal, to_fp8
 from fi_bench.derived import case_of
 from fi_core.observe.template import TraceTemplate
 
@@ -73,7 +73,47 @@ def _without_padding(x: Inputs, outputs: Outputs) -> Outputs:
     return outputs | {"block_scale": outputs["block_scale"][:, : x.input.shape[0]]}
 
 
+def _silu_of_norm(x: Inputs, dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
+    wide, weight = x.input.to(dtype), x.weight.to(dtype)
+    return torch.nn.functional.silu(torch.nn.functional.rms_norm(wide, weight.shape, weight, x.eps))
+
+
+def _make_silu(p: Namespace, device: Any, generator: Any) -> Inputs:
+    import torch
+
+    dtype = dtype_of(p.input_dtype)
+    x = Inputs(input=normal((p.batch_size, p.hidden_size), dtype, device, generator), eps=p.eps)
+    return Inputs(x, weight=normal((p.hidden_size,), dtype, device, generator), out=torch.empty_like(x.input))
+
+
+def _torch_silu(x: Inputs) -> torch.Tensor:
+    import torch
+
+    return _silu_of_norm(x, torch.float32).to(x.input.dtype)
+
+
+def _silu_reference(x: Inputs) -> Outputs:
+    import torch
+
+    return {"out": _silu_of_norm(x, torch.float64)}
+
+
 CASES = (
+    Case(
+        routine="fused_rmsnorm_silu",
+        function="norm.fused_rmsnorm_silu",
+        op="rmsnorm",
+        make=_make_silu,
+        call=lambda f, x: f(x.input, x.weight, x.eps, out=x.out),
+        outputs=lambda x, returned: {"out": returned},
+        reference=_silu_reference,
+        work=lambda p, x: Work(9 * x.input.numel(), 2 * nbytes(x.input) + nbytes(x.weight)),
+        torch=_torch_silu,
+        poison=("out",),
+        unsupported=_no_heads,
+    ),
     case_of("rmsnorm", torch_plain, which=_by_rank),
     case_of("gemma_rmsnorm", _torch(gemma=True), which=_by_rank),
     case_of("fused_add_rmsnorm", _torch(), unsupported=_no_heads),

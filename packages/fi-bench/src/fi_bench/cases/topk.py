@@ -5,7 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from fi_bench.case import Inputs, Outputs
+from fi_bench.case import Case, Inputs, Outputs, Work, dtype_of
+from fi_bench.cases.common import integers, normal
 from fi_bench.described import described, sizes_of
 
 if TYPE_CHECKING:
@@ -84,7 +85,41 @@ def _call_page_table(f: Any, x: Inputs) -> Any:
     return f(x.input, x.src_page_table, x.lengths, x.k, x.row_to_batch, page_size=x.page_size)
 
 
+def _make_varlen(p: Namespace, device: Any, generator: Any) -> Inputs:
+    x = Inputs(input=normal((p.batch_size, p.max_seq_len), dtype_of("float32"), device, generator), k=p.top_k)
+    x["lengths"] = integers(1, p.max_seq_len + 1, (p.batch_size,), device, generator).int()
+    return x
+
+
+def _torch_varlen(x: Inputs) -> tuple[torch.Tensor, None]:
+    places, taken = _torch_places(x)
+    return places.masked_fill(~taken, -1), None
+
+
+def _from_varlen(x: Inputs, places: torch.Tensor) -> Outputs:
+    """The scores of the selected columns; a row with fewer than k ends in -1."""
+    picked = _inside(x).gather(1, places.long().clamp(min=0)).masked_fill(places < 0, float("-inf"))
+    return {"scores": _falling(picked)}
+
+
+def _varlen_work(p: Namespace, x: Inputs) -> Work:
+    """Each visible score once, and the selected indices."""
+    seen = int(x.lengths.sum())
+    return Work(seen, 4 * seen + 4 * x.k * len(x.lengths))
+
+
 CASES = (
+    Case(
+        routine="top_k_varlen",
+        function="topk_varlen.top_k_varlen",
+        op="top_k",
+        make=_make_varlen,
+        call=lambda f, x: f(x.input, x.lengths, x.k),
+        outputs=lambda x, returned: _from_varlen(x, returned[0]),
+        reference=lambda x: _from_varlen(x, _torch_varlen(x)[0]),
+        work=_varlen_work,
+        torch=_torch_varlen,
+    ),
     described(
         "topk.top_k",
         _rows,

@@ -8,10 +8,13 @@ import shlex
 import pytest
 
 import benchmark_page
-from fi_bench import backends, cases, catalog
-from fi_bench.cli import main
+from fi_bench import backends, cases, catalog, presets
+from fi_bench.cli import VERBS, main
+from fi_bench.flags import GENERAL
 
+ROOT = benchmark_page.PAGE.parents[1]
 TEXT = benchmark_page.PAGE.read_text()
+OF_TORCHRUN = {"nproc_per_node", "json"}  # and of fi_bench.collectives
 LINE = re.compile(r"^\[(INFO|VERBOSE|VVERBOSE|PERF)\] ([\w.()\[\]]+(?: \w+)?)", re.M)
 
 
@@ -42,3 +45,20 @@ def test_the_example_prints_what_it_shows(monkeypatch: pytest.MonkeyPatch, capsy
     assert main([*shlex.split(found[1].replace("\\\n", ""))[2:], "--num_iters", "2"]) == 0
     assert LINE.findall(found[2]) == LINE.findall(capsys.readouterr().out)
     assert len(LINE.findall(found[2])) > 20
+
+
+@pytest.mark.parametrize("page", ["docs/guides/benchmark.md", "packages/fi-bench/README.md", "benchmarks/README.md"])
+def test_pages_name_flags_presets_and_routines_that_exist(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / page).read_text()
+    known = {flag.name for family in catalog.FAMILIES.values() for flag in family.flags}
+    known |= {flag.name for flag in GENERAL} | OF_TORCHRUN
+    wrappers = set(re.findall(r"`(\w+Wrapper|BatchAttention)`", text))
+    known |= {flag.name for routine in wrappers for flag in catalog.family_of(routine).flags}
+    for verb, run in VERBS.items():
+        if not verb.startswith("_") and verb != "run":
+            with pytest.raises(SystemExit):
+                run(["-h"])
+    helps = capsys.readouterr().out
+    shown = {word.replace("-", "_") for word in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)}
+    assert sorted(word for word in shown - known if f"--{word}" not in helps) == []
+    assert [name for name in re.findall(r"--preset ([\w-]+)", text) if name not in presets.names()] == []

@@ -24,7 +24,8 @@ _Parameter = inspect.Parameter
 
 def _plain(default: Any) -> bool:
     """Whether a default can be compared: the recorded default of an enum or dtype is its name, others are code."""
-    return default is not _Parameter.empty and not (isinstance(default, str) and ("." in default or " " in default))
+    code = isinstance(default, str) and (default.startswith("_") or "." in default or " " in default)
+    return default is not _Parameter.empty and not code
 
 
 def differences(theirs: inspect.Signature, ours: inspect.Signature) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 import fi_core
 from fi_core.autotuner import (
     AutoTuner,
+    DynamicTensorSpec,
     MeasurementPolicy,
     TunableRunner,
     TuningConfig,
@@ -103,10 +104,48 @@ def test_search_and_rank(tuner: AutoTuner) -> None:
     assert tuner.search_cache("gemm", runners, [(16, 16)], config) == (False, 0, -1, None)
     tuner.table[KEY] = ("Sleeper", 1)
     assert tuner.search_cache("gemm", runners, [(16, 16)], config) == (True, 0, 1, ((16, 16),))
-    ranked = tuner.rank_tactics("gemm", runners, config, [torch.zeros(64, 64)])
-    assert [tactic for _, tactic, _ in ranked] == [1, 64] and 0 < ranked[0][2] < ranked[1][2]
+    big = [torch.zeros(64, 64)]
+    assert tuner.rank_tactics("gemm", runners, config, big) == [1]
+    assert tuner.rank_tactics("gemm", runners, config, big, 2) == [1, 64]
     tuner.choose_one("gemm", runners, config, [X])
     assert tuner.stats["hits"] == 1
     tuner.reset_statistics()
     assert not tuner.stats and tuner.table
+    assert (AutoTuner().stream_delay_micro_secs, config.tensor_initializers) == (5000, ())
     assert (AutoTuner(5, 20).warmup, AutoTuner(5, 20).repeat) == (5, 20)
+
+
+def test_a_profile_times_the_batches_in_turn(tuner: AutoTuner) -> None:
+    seen = []
+
+    class Recorder(Sleeper):
+        def forward(self, inputs: Sequence[Any], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any) -> Any:
+            seen.append((inputs[0].shape[0], tactic, kwargs))
+
+    config = TuningConfig(profiling_repeat=3, inputs_pre_hook=lambda inputs: [inputs[0][:4]])
+    prepared, batches = tuner.prepare_tactic_profile([X], config)
+    assert prepared is config and [batch[0].shape[0] for batch in batches] == [4]
+    assert tuner.profile_tactic(Recorder(), [X], 7, prepared, [*batches, [X]], stage=1) >= 0
+    assert seen == [(4 if i % 2 == 0 else 16, 7, {"stage": 1}) for i in range(tuner.warmup + 3)]
+    assert not Recorder().precompile_tactics([X], [1, 64], ((16, 16),))
+
+
+def test_buckets_of_the_contexts_around_a_call(tuner: AutoTuner) -> None:
+    spec = DynamicTensorSpec((0,), (0,), (1, 2, 4), lambda size: size // 2)
+    config = TuningConfig((spec,))
+    assert tuner.get_effective_map_to_tuning_buckets(config)(7) == 3
+    with fi_core.autotune(False, tuning_buckets=(8, 16), round_up=True):
+        assert tuner.get_effective_map_to_tuning_buckets(config, 0)(9) == 16
+
+
+def test_records_of_callers_go_with_the_table(tuner: AutoTuner, tmp_path: Path) -> None:
+    assert tuner.get_namespaced_records("experts") == {}
+    tuner.publish_namespaced_records("experts", {"a": [1, 2]})
+    tuner.get_namespaced_records("experts")["b"] = 1
+    assert tuner.get_namespaced_records("experts") == {"a": [1, 2]}, "a copy"
+    tuner.table[KEY] = ("Sleeper", 1)
+    tuner.save_configs(tmp_path / "table.json")
+    tuner.clear_cache()
+    assert tuner.get_namespaced_records("experts") == {}
+    assert tuner.load_configs(tmp_path / "table.json")
+    assert tuner.get_namespaced_records("experts") == {"a": [1, 2]} and tuner.table == {KEY: ("Sleeper", 1)}

@@ -157,6 +157,16 @@ def test_names_follow_the_axes() -> None:
     assert define(TraceTemplate("plain", {"n": Var()}, {"x": Tensor(["n"])}, {}), x=meta(3))["name"] == "plain"
 
 
+def test_a_template_gives_names_and_definitions_of_its_own(tmp_path: Path) -> None:
+    arguments = {"input": meta(2, 16), "weight": meta(16)}
+    traced = RMSNORM.build_fi_trace_fn("norm.rmsnorm")
+    assert traced(**arguments) == RMSNORM.definition("norm.rmsnorm", arguments)
+    assert traced(save_dir=tmp_path, name="mine", **arguments) == json.loads((tmp_path / "mine.json").read_text())
+    assert RMSNORM.definition_name({"batch_size": None, "hidden_size": 16}) == "rmsnorm_h16"
+    bare = TraceTemplate("bare", {}, {}, {}, constraints=None, tags=None)  # type: ignore[arg-type]
+    assert bare.definition("m.f", {})["tags"] == ["fi_api:m.f"]
+
+
 def test_constant_axes_come_from_required_tensors_then_numbers_then_optional_tensors() -> None:
     inputs = {
         "bias": Tensor(["h"], optional=True),
@@ -406,6 +416,12 @@ def test_default_check(ref: list[float], actual: list[float], equal: bool) -> No
     a, b = torch.tensor(ref), torch.tensor(actual)
     assert default_check(a, b, rtol=1e-3, atol=1e-3) is equal
     assert default_check({"o": (a, None)}, {"o": [b, None]}, rtol=1e-3, atol=1e-3) is equal
+
+
+def test_default_check_takes_the_tolerances_of_the_dtype() -> None:
+    ref = torch.linspace(1, 2, 100)
+    for dtype, step, equal in ((torch.float32, 5e-6, True), (torch.float32, 1e-3, False), (BF16, 5e-3, True)):
+        assert default_check(reference_outputs=ref.to(dtype), actual_outputs=ref * (1 + step)) is equal, (dtype, step)
 
 
 def test_default_check_of_structures() -> None:

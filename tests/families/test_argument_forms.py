@@ -21,6 +21,13 @@ from fi_core.triton.cascade import variable_length_merge_states
 BF16 = torch.bfloat16
 
 
+def test_the_backend_of_keys_in_parts() -> None:
+    k, nope, rope = (torch.ones(2, 3, n, dtype=BF16) for n in (5, 4, 1))
+    fi_core.concat_mla_k(k, nope, rope[:, :1], backend="default")
+    with pytest.raises(ValueError, match='backend: "default" is required'):
+        fi_core.concat_mla_k(k, nope, rope[:, :1], backend="triton")
+
+
 def test_sinks_in_a_list(device: str) -> None:
     b = mla.batch((65, 3), 1, page_size=32, device=device)
     q, table = b.q.view(2, 1, 16, 576), mla.block_tables(b)

@@ -32,6 +32,12 @@ def test_masked_bmm(transposed: bool, dtype: torch.dtype, device: str) -> None:
     want = a.double() @ b.double()
     for own, reference, count in zip(out, want, rows.tolist()):
         assert_close(own[:count], reference[:count])
+    into = torch.empty_like(out)
+    assert gemm.masked_bmm(a, b, rows, False, False, into, "cutile") is into
+    for own, reference, count in zip(into, want, rows.tolist()):
+        assert_close(own[:count], reference[:count])
+    with pytest.raises(TypeError, match="out must have the dtype of a"):
+        gemm.masked_bmm(a, b, rows, out=into.float())
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -60,6 +66,21 @@ def test_gemm_alpha_beta(alpha: float, beta: float, dtype: torch.dtype, device: 
     assert_close(turned, alpha * a.double() @ b.double(), tolerance=FINE if dtype is torch.float32 else None)
     with pytest.raises(ValueError, match="c must not share storage with a or b"):
         gemm.gemm_alpha_beta(a, b.T.contiguous(), a)
+
+
+def test_backends_of_ragged_products() -> None:
+    x, ends = torch.zeros(1, 8, 8, dtype=BF16), torch.tensor([0, 8])
+    for name in ("cutile", "triton"):
+        for call in (
+            lambda name: gemm.masked_bmm(x, x, ends[1:], backend=name),
+            lambda name: gemm.ragged_bmm(x[0], x, ends, 8, backend=name),
+            lambda name: gemm.gemm_alpha_beta(x[0], x[0], x[0].clone(), backend=name),
+        ):
+            if name == "cutile":
+                call(name)
+            else:
+                with pytest.raises(BackendSupportedError, match="does not support backend 'triton': it has cutile"):
+                    call(name)
 
 
 @pytest.mark.parametrize("m", [1, 16])

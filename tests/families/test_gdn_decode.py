@@ -254,6 +254,19 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
+def test_caches_of_what_states_are_computed_from_are_refused() -> None:
+    x, pool = inputs(1, 2, "cpu"), torch.zeros(1, 4, 128, 128)
+    for option, value in (
+        ("cache_replayssm", True), ("replayssm_rawv", pool), ("replayssm_rawk", pool), ("replayssm_g", pool),
+        ("replayssm_beta", pool),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match=f"{option}: not supported, keep the state after each token in"):
+            gated_delta_rule_mtp(
+                **x, initial_state=pool, initial_state_indices=torch.zeros(1, dtype=INT), disable_state_update=True,
+                **{option: value},
+            )  # fmt: skip
+
+
 @pytest.mark.parametrize(("changes", "error", "message"), REFUSED)
 def test_refusals(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

@@ -72,6 +72,23 @@ def stored(scales: torch.Tensor, layout: SfLayout, r: int, s: int, columns: int)
     return int(scales.flatten()[offset])
 
 
+def test_every_quantizer_takes_the_recipe_last_and_refuses_it() -> None:
+    """FlashInfer's callers pass None or False for the usual recipe."""
+    batch, mask = X[None], torch.ones(1, dtype=torch.int32)
+    calls: tuple[tuple[Any, tuple[Any, ...]], ...] = (
+        (fi_core.fp4_quantize, (X, ONE, 16, False, True, False, False, None, "cuda")),
+        (fi_core.nvfp4_quantize, (X, ONE, SfLayout.layout_128x4, False, 16, None, "cuda", False, None, None)),
+        (fi_core.silu_and_mul_nvfp4_quantize, (X, ONE, 16, True, False, None)),
+        (fi_core.nvfp4_batched_quantize, (batch, ONE, 16)),
+        (fi_core.scaled_fp4_grouped_quantize, (batch, mask, ONE)),
+    )
+    for function, arguments in calls:
+        for recipe in (None, False):
+            function(*arguments, recipe)
+        with pytest.raises(NotImplementedError, match="nvfp4_4over6: not supported, leave it out"):
+            function(*arguments, object())
+
+
 @pytest.mark.parametrize("layout", list(SfLayout))
 @pytest.mark.parametrize(("m", "k"), [(1, 16), (131, 336), (33, 64), (8, 96)])
 def test_scales_are_where_the_layout_has_them(m: int, k: int, layout: SfLayout, device: str) -> None:
@@ -247,6 +264,17 @@ X, ONE = torch.zeros(4, 64, dtype=torch.bfloat16), torch.ones(1)
         (lambda: fi_core.fp4_quantize(X.double(), ONE), ValueError, "requires dtype in f16, bf16, f32, e4m3"),
         (lambda: fi_core.fp4_quantize(X, torch.ones(3)), ValueError, r"global_scale must have 1 element.*got \[3\]"),
         (lambda: fi_core.fp4_quantize(X, ONE, backend="trtllm"), ValueError, "backend: .* got 'trtllm'"),
+        (lambda: fi_core.fp4_quantize(X, ONE, nvfp4_4over6=2), NotImplementedError, "nvfp4_4over6: not .* got 2"),
+        (
+            lambda: fi_core.nvfp4_quantize(X, ONE, expanded_idx_to_permuted_idx=torch.zeros(4)),
+            NotImplementedError,
+            "expanded_idx_to_permuted_idx: not supported, index the rows",
+        ),
+        (
+            lambda: fi_core.nvfp4_quantize(X, ONE, per_token_activation=True, out_scale=torch.zeros(4)),
+            NotImplementedError,
+            "out_scale: not supported, take the third result",
+        ),
         (lambda: fi_core.nvfp4_quantize(X, ONE, 3), ValueError, "sfLayout: a member of SfLayout is required; got 3"),
         (lambda: fi_core.nvfp4_quantize(X, ONE, do_shuffle=True), ValueError, r"do_shuffle: .*got layout_128x4 and"),
         (

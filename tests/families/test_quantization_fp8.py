@@ -134,6 +134,16 @@ X = torch.zeros(4, 64, dtype=torch.bfloat16)
             ValueError,
             r"a: shape \[b, m, k\] is required; got \[4, 64\]",
         ),
+        (
+            lambda: fi_core.mxfp8_grouped_quantize(X[None], torch.zeros(1, dtype=torch.int32), "triton"),
+            ValueError,
+            "backend: .* got 'triton'",
+        ),
+        (
+            lambda: fi_core.per_token_group_quant_8bit(X, 64, 1e-10, None, False, False, False, "triton"),
+            ValueError,
+            "backend: .* got 'triton'",
+        ),
         (lambda: fi_core.per_token_group_quant_8bit(X, 48), ValueError, "group_size: 16, 32, .* got 48"),
         (lambda: fi_core.per_token_group_quant_8bit(X, 128), ValueError, r"input .*multiple of 128; got \[4, 64\]"),
         (

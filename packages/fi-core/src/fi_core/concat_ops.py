@@ -80,16 +80,19 @@ def _make(
         description="The latent and the rotary part of each key side by side; all heads share the rotary part.",
     )
 )
-def concat_mla_k(k: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) -> None:
+def concat_mla_k(k: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, *, backend: str = "default") -> None:
     """Writes `[k_nope, k_rope]` of each token and head to k, in place: keys of MLA prefill (arXiv:2405.04434).
 
     Args:
         k: `[n, heads, nope + rope]`; any dtype of whole bytes and any strides with a contiguous last dimension.
         k_nope: `[n, heads, nope]`, likewise, of k's dtype.
         k_rope: `[n, 1, rope]`, likewise; all heads share it.
+        backend: "default", the kernel of this library.
 
     Raises:
-        ValueError: a shape, stride or device is wrong.
+        ValueError: a shape, stride, device or the backend is wrong.
         TypeError: a dtype is wrong.
     """
+    if backend != "default":
+        raise ValueError(f'backend: "default" is required, which names the only kernel; got {backend!r}')
     _concat_mla_k(k, k_nope, k_rope)

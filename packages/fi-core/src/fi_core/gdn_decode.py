@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fi_core.linear_attention.ops import recurrent_gated_delta_rule
 from fi_core.linear_attention.trace import DECODE, PRETRANSPOSE, drafts
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import refuse
 
 if TYPE_CHECKING:
     import torch
@@ -168,6 +169,11 @@ def gated_delta_rule_mtp(
     disable_state_update: bool | None = None,
     use_qk_l2norm: bool = True,
     output_state_indices: torch.Tensor | None = None,
+    cache_replayssm: bool = False,
+    replayssm_rawv: torch.Tensor | None = None,
+    replayssm_rawk: torch.Tensor | None = None,
+    replayssm_g: torch.Tensor | None = None,
+    replayssm_beta: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Verifies T drafted tokens of each request: reads a state of a pool, and keeps the states between if asked to.
@@ -185,6 +191,8 @@ def gated_delta_rule_mtp(
             skipped. The last state goes nowhere else.
         disable_state_update: whether the slots that were read stay as they are. None means True, with a warning.
         output_state_indices: `[B]`, the slots of the last states, if others than those read.
+        cache_replayssm, replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta: False and None: the states after
+            each token are kept, not what they are computed from.
 
     Returns:
         output, initial_state.
@@ -193,8 +201,14 @@ def gated_delta_rule_mtp(
         ValueError: a shape, stride, device or the backend is wrong; both intermediate_states_buffer and
             ssm_state_indices are given; or ssm_state_indices come without disable_state_update=False.
         TypeError: a dtype is wrong.
+        NotImplementedError: cache_replayssm or one of its caches is given.
     """
     _check_backend(backend)
+    refuse(
+        "keep the state after each token in intermediate_states_buffer", cache_replayssm=cache_replayssm,
+        replayssm_rawv=replayssm_rawv, replayssm_rawk=replayssm_rawk, replayssm_g=replayssm_g,
+        replayssm_beta=replayssm_beta,
+    )  # fmt: skip
     if disable_state_update is None:
         warnings.warn("disable_state_update is None, which means True: pass it explicitly", stacklevel=2)
         disable_state_update = True

@@ -28,7 +28,7 @@ from fi_core.runtime.resolve import wait_for_begun
 
 Shapes = tuple[tuple[int, ...], ...]
 Buckets = tuple[int, ...]
-METADATA = "_metadata"
+METADATA, RECORDS = "_metadata", "_records"
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,23 @@ class TuningConfig:
     Args:
         dynamic_tensor_specs: dimensions that are mapped to buckets.
         constraint_specs: dimensions that tables do not store.
-        tensor_initializers: accepted for compatibility; nothing is profiled.
-        use_cold_l2_cache: accepted for compatibility; nothing is profiled.
-        use_cuda_graph: accepted for compatibility; nothing is profiled.
+        profiling_repeat: calls that `AutoTuner.profile_tactic` times; None: those of the tuner.
+        inputs_pre_hook: function from the inputs to those that are timed, such as one that copies them.
+        tensor_initializers, use_cold_l2_cache, use_cuda_graph, cuda_graph_profile_replays, use_cold_l2_graph_replay,
+            value_aware_input_indices, profile_arena_input_indices: accepted; they say how FlashInfer times tactics.
     """
 
     dynamic_tensor_specs: Sequence[DynamicTensorSpec] = ()
     constraint_specs: Sequence[ConstraintSpec] = ()
-    tensor_initializers: Sequence[Callable[..., Any]] | None = None
+    tensor_initializers: Sequence[Callable[..., Any]] = ()
     use_cold_l2_cache: bool = False
     use_cuda_graph: bool = False
+    cuda_graph_profile_replays: int = 1
+    profiling_repeat: int | None = None
+    use_cold_l2_graph_replay: bool = False
+    value_aware_input_indices: Sequence[int] = ()
+    profile_arena_input_indices: Sequence[int] = ()
+    inputs_pre_hook: Callable[[list[Any]], Sequence[Any]] | None = None
 
 
 class TunableRunner(ABC):
@@ -104,6 +111,10 @@ class TunableRunner(ABC):
     def get_cache_key_extras(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Returns what determines the best tactic besides the shapes, such as a dtype."""
         return ()
+
+    def precompile_tactics(self, inputs: Sequence[Any], tactics: Sequence[Any], profile: Shapes, **kwargs: Any) -> bool:
+        """Whether these tactics are compiled already; the first call of one compiles it here."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -139,9 +150,10 @@ class AutoTuner:
 
     warmup: int = 3
     repeat: int = 10
-    stream_delay_micro_secs: int = 1000
+    stream_delay_micro_secs: int = 5000
     table: dict[str, tuple[str, Any]] = field(default_factory=dict)  # key -> (runner class, tactic)
     stats: Counter[str] = field(default_factory=Counter)  # hits, misses
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)  # of callers, by namespace
     _dirty: bool = False  # whether the table has entries that no file has; engines save it then
     _scopes: _Scopes = field(default_factory=_Scopes)
 
@@ -218,23 +230,52 @@ class AutoTuner:
         hit, index, tactic, profile = self._search(custom_op, runners, tuning_config, inputs)
         return (True, index or 0, tactic, profile) if hit else (False, 0, -1, None)
 
-    def profile_tactic(self, runner: TunableRunner, inputs: Sequence[Any], tactic: Any, **kwargs: Any) -> float:
-        """Times a tactic: the median of `repeat` calls in milliseconds, after `warmup` calls. It synchronizes."""
+    def prepare_tactic_profile(
+        self, inputs: Sequence[Any], tuning_config: TuningConfig
+    ) -> tuple[TuningConfig, list[list[Any]]]:
+        """The configuration, and the inputs of the calls that `profile_tactic` times, which take turns."""
+        hook = tuning_config.inputs_pre_hook
+        return tuning_config, [list(inputs if hook is None else hook(list(inputs)))]
+
+    def profile_tactic(
+        self,
+        runner: TunableRunner,
+        inputs: Sequence[Any],
+        tactic: Any,
+        tuning_config: TuningConfig | None = None,
+        input_batches: Sequence[Sequence[Any]] | None = None,
+        **kwargs: Any,
+    ) -> float:
+        """Times a tactic: the median of `repeat` calls in milliseconds, after `warmup` calls. It synchronizes.
+
+        Args:
+            runner, tactic: what is called.
+            inputs: of each call, where input_batches is None.
+            tuning_config: its `profiling_repeat` goes before `repeat`.
+            input_batches: of `prepare_tactic_profile`.
+            **kwargs: of `runner.forward`.
+        """
         import torch
 
+        batches = itertools.cycle(input_batches or [inputs])
+        repeat = (tuning_config and tuning_config.profiling_repeat) or self.repeat
+
+        def call() -> None:
+            runner.forward(next(batches), tactic=tactic, **kwargs)
+
         for _ in range(self.warmup):
-            runner.forward(inputs, tactic=tactic, **kwargs)
+            call()
         if not any(getattr(value, "is_cuda", False) for value in inputs):
             seconds = []
-            for _ in range(self.repeat):
+            for _ in range(repeat):
                 start = time.perf_counter()
-                runner.forward(inputs, tactic=tactic, **kwargs)
+                call()
                 seconds.append(time.perf_counter() - start)
             return statistics.median(seconds) * 1e3
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(self.repeat + 1)]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
         marks[0].record()
         for mark in marks[1:]:
-            runner.forward(inputs, tactic=tactic, **kwargs)
+            call()
             mark.record()
         marks[-1].synchronize()
         return float(statistics.median(start.elapsed_time(end) for start, end in itertools.pairwise(marks)))
@@ -245,17 +286,37 @@ class AutoTuner:
         runners: Sequence[TunableRunner],
         tuning_config: TuningConfig,
         inputs: Sequence[Any],
+        k: int = 1,
         **kwargs: Any,
-    ) -> list[tuple[TunableRunner, Any, float]]:
+    ) -> list[Any]:
         """Times every valid tactic of every runner; nothing is stored.
 
         Returns:
-            (runner, tactic, milliseconds), the fastest first.
+            The k fastest tactics, the fastest first.
         """
         profile = self._profile(tuning_config, inputs)
-        tactics = [(runner, tactic) for runner in runners for tactic in runner.get_valid_tactics(inputs, profile)]
-        timed = [(runner, tactic, self.profile_tactic(runner, inputs, tactic, **kwargs)) for runner, tactic in tactics]
-        return sorted(timed, key=lambda found: found[2])
+        config, batches = self.prepare_tactic_profile(inputs, tuning_config)
+        timed = [
+            (self.profile_tactic(runner, inputs, tactic, config, batches, **kwargs), tactic)
+            for runner in runners
+            for tactic in runner.get_valid_tactics(inputs, profile)
+        ]
+        return [tactic for _, tactic in sorted(timed, key=lambda found: found[0])[:k]]
+
+    def get_effective_map_to_tuning_buckets(
+        self, tuning_config: TuningConfig, spec_idx: int = 0
+    ) -> Callable[[int], int]:
+        """The function from a size to its bucket inside the `autotune` contexts around this call."""
+        return functools.partial(self._scopes.current.bucket, tuning_config.dynamic_tensor_specs[spec_idx])
+
+    def get_namespaced_records(self, namespace: str) -> dict[str, Any]:
+        """A copy of what a caller published under a name; `save_configs` and `load_configs` keep it."""
+        return dict(self.records.get(namespace, {}))
+
+    def publish_namespaced_records(self, namespace: str, records: Mapping[str, Any]) -> None:
+        """Replaces what a name holds; the values are what JSON can hold."""
+        self.records[namespace] = dict(records)
+        self._dirty = True
 
     def reset_statistics(self) -> None:
         """Clears `stats`."""
@@ -287,6 +348,7 @@ class AutoTuner:
             differing = ", ".join(f"{key} {made} (here {now})" for key, (made, now) in hard.items())
             warnings.warn(f"tuned configs {path} are not used: made for {differing}", stacklevel=2)
             return False
+        self.records = raw.pop(RECORDS, {})
         self.table = {key: (runner, _hashable(tactic)) for key, (runner, tactic) in raw.items()}
         self._dirty = False
         return True
@@ -296,13 +358,14 @@ class AutoTuner:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f"{target.name}.{os.getpid()}.part")
-        part.write_text(json.dumps({METADATA: _collect_metadata(), **self.table}, indent=2), encoding="utf-8")
+        content = {METADATA: _collect_metadata(), **({RECORDS: self.records} if self.records else {}), **self.table}
+        part.write_text(json.dumps(content, indent=2), encoding="utf-8")
         part.replace(target)
         self._dirty = False
 
     def clear_cache(self) -> None:
         """Clears the table and the statistics."""
-        self.table = {}
+        self.table, self.records = {}, {}
         self._dirty = False
         self.stats.clear()
 
@@ -352,14 +415,15 @@ Mismatches = dict[str, tuple[Any, Any]]
 
 
 def _classify_metadata_mismatches(
-    saved: Mapping[str, Any], current: Mapping[str, Any]
+    saved_meta: Mapping[str, Any], current_meta: Mapping[str, Any]
 ) -> tuple[Mismatches, Mismatches]:
     """Compares the metadata of a table with those of this process; a key that one of them lacks is ignored.
 
     Returns:
         (those for which the table is not used, those that do not matter), by key (saved, current). All matter.
     """
-    pairs = {key: (saved[key], current[key]) for key in sorted(saved.keys() & current.keys())}
+    keys = sorted(saved_meta.keys() & current_meta.keys())
+    pairs = {key: (saved_meta[key], current_meta[key]) for key in keys}
     return {key: (made, now) for key, (made, now) in pairs.items() if made != now}, {}
 
 

@@ -19,13 +19,15 @@ def _rows(a: torch.Tensor, transposed: bool) -> torch.Tensor:
 
 
 @fi_api
-@takes_backends()
+@takes_backends("cutile")
 def masked_bmm(
     a: torch.Tensor,
     b: torch.Tensor,
     masked_m: torch.Tensor,
     transpose_a: bool = False,
     transpose_b: bool = False,
+    out: torch.Tensor | None = None,
+    backend: str = "cutile",
     static_persistent: bool | None = None,
 ) -> torch.Tensor:
     """Computes `a[q] @ b[q]` for the first `masked_m[q]` rows of each matrix q, in fp32 with one rounding.
@@ -35,24 +37,30 @@ def masked_bmm(
         b: `[q, k, n]`, dtype of a; `[q, n, k]` with transpose_b.
         masked_m: `[q]`, int32 or int64; rows of each matrix. Other rows of the result are not defined.
         transpose_a, transpose_b: the order of a and b.
+        out: `[q, m, n]`, dtype of a; rows may be strided. Allocated if None.
+        backend: a name of FlashInfer; it selects the kernels of this library.
         static_persistent: accepted; it chooses kernels of FlashInfer.
 
     Returns:
-        `[q, m, n]`, dtype of a.
+        out.
 
     Raises:
         ValueError: A shape, stride or device does not fit; the text names the argument.
         TypeError: A dtype does not fit.
+        BackendSupportedError: There is no backend of this name.
     """
     is_16_bit(a, b)
     a = _rows(a, transpose_a)
-    out = a.new_empty(*a.shape[:-1], b.shape[-2 if transpose_b else -1])
+    if out is None:
+        out = a.new_empty(*a.shape[:-1], b.shape[-2 if transpose_b else -1])
+    elif out.dtype is not a.dtype:
+        raise TypeError(f"out must have the dtype of a, {a.dtype}; got {out.dtype}")
     gemm(out, a, b, masked_m=int32_index(masked_m), b_transposed=not transpose_b)
     return out
 
 
 @fi_api
-@takes_backends()
+@takes_backends("cutile")
 def ragged_bmm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -62,6 +70,7 @@ def ragged_bmm(
     transpose_a: bool = False,
     transpose_b: bool = True,
     out_dtype: torch.dtype | None = None,
+    backend: str = "cutile",
 ) -> torch.Tensor:
     """Computes `a[m_indptr[q] : m_indptr[q + 1]] @ b[q].T` for each segment q, in fp32 with one rounding.
 
@@ -72,6 +81,7 @@ def ragged_bmm(
         max_m, max_m_device: accepted; the offsets tell the rows of the longest segment.
         transpose_a, transpose_b: the order of a and b.
         out_dtype: bf16, fp16 or fp32; None means that of a.
+        backend: a name of FlashInfer; it selects the kernels of this library.
 
     Returns:
         `[total_m, n]`.
@@ -79,6 +89,7 @@ def ragged_bmm(
     Raises:
         ValueError: A shape, stride or device does not fit; the text names the argument.
         TypeError: A dtype does not fit.
+        BackendSupportedError: There is no backend of this name.
     """
     is_16_bit(a, b)
     a = _rows(a, transpose_a)
@@ -88,7 +99,7 @@ def ragged_bmm(
 
 
 @fi_api
-@takes_backends()
+@takes_backends("cutile")
 def gemm_alpha_beta(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -98,6 +109,7 @@ def gemm_alpha_beta(
     alpha: float = 1.0,
     beta: float = 0.0,
     num_sms: int | None = None,
+    backend: str = "cutile",
 ) -> torch.Tensor:
     """Computes `c = alpha * a @ b.T + beta * c` in fp32 with one rounding, in place.
 
@@ -108,6 +120,7 @@ def gemm_alpha_beta(
         trans_a, trans_b: the order of a and b.
         alpha, beta: numbers.
         num_sms: accepted.
+        backend: a name of FlashInfer; it selects the kernels of this library.
 
     Returns:
         c.
@@ -115,6 +128,7 @@ def gemm_alpha_beta(
     Raises:
         ValueError: A shape, stride or device does not fit; the text names the argument.
         TypeError: A dtype does not fit.
+        BackendSupportedError: There is no backend of this name.
     """
     import torch
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fi_core.observe.api import api_class, api_function, name_of
+from fi_core.observe.comparison import default_check
 from fi_core.observe.encode import Record, check_device, decode, dtype_of, encode_result
-from fi_core.observe.template import default_check
 
 if TYPE_CHECKING:
     import torch

@@ -10,17 +10,18 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import json
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from fi_core.observe.comparison import default_tolerances
 from fi_core.observe.draw import Draw, dtype_of, nbytes
-
-if TYPE_CHECKING:
-    import torch
+from fi_core.runtime import files
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ class TraceTemplate:
     reference: Source | None = None
     check: Source | None = None
     init: Source | None = None
-    constraints: Sequence[str] = field(default=())
-    tags: Sequence[str] = field(default=())
+    constraints: Sequence[str] = None  # type: ignore[assignment]  # None, as FlashInfer has it: no constraints
+    tags: Sequence[str] = None  # type: ignore[assignment]
     description: str = ""
     op: str | Sequence[str] = ()
     make: Callable[..., dict[str, Any]] | None = None
@@ -115,6 +116,10 @@ class TraceTemplate:
     eager: Callable[..., Any] | None = None
     tolerance: Mapping[Any, tuple[float, float]] = field(default_factory=dict)
     others: Sequence[str] = field(default=())
+
+    def __post_init__(self) -> None:
+        for name in ("constraints", "tags"):
+            object.__setattr__(self, name, getattr(self, name) or ())
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -234,7 +239,7 @@ class TraceTemplate:
         """The JSON-ready benchmark definition of one call, from shapes and dtypes only."""
         values = {axis: self._axis_value(axis, kind, arguments) for axis, kind in self.axes.items()}
         result: dict[str, Any] = {
-            "name": name or self._name(values),
+            "name": name or self.definition_name(values),
             "description": self.description,
             "op_type": self.op_type,
             "tags": [f"fi_api:{api}", *self.tags],
@@ -250,11 +255,28 @@ class TraceTemplate:
                 result[key] = text
         return result
 
-    def _name(self, values: Mapping[str, int | None]) -> str:
+    def build_fi_trace_fn(self, fi_api: str) -> Callable[..., dict[str, Any]]:
+        """A function `(save_dir=None, name=None, **arguments)` that gives the definition of a call.
+
+        Args:
+            fi_api: the name of the op, "norm.rmsnorm".
+        """
+
+        def fi_trace(save_dir: str | Path | None = None, name: str | None = None, **arguments: Any) -> dict[str, Any]:
+            definition = self.definition(fi_api, arguments, name)
+            if save_dir is not None:
+                write_definition(definition, Path(save_dir))
+            return definition
+
+        return fi_trace
+
+    def definition_name(self, axis_values: Mapping[str, int | None]) -> str:
+        """The name of a definition: the op and the values of its constant axes, "gemm_n4096_k512"."""
         parts = [self.name_prefix or self.op_type]
         for axis, kind in self.axes.items():
-            if isinstance(kind, Const) and kind.abbrev != "" and values[axis] is not None:
-                parts.append(f"{axis if kind.abbrev is None else kind.abbrev}{values[axis]}")
+            value = axis_values.get(axis)
+            if isinstance(kind, Const) and kind.abbrev != "" and value is not None:
+                parts.append(f"{axis if kind.abbrev is None else kind.abbrev}{value}")
         return "_".join(parts)
 
     def _axis_value(self, axis: str, kind: Var | Const, arguments: Mapping[str, Any]) -> int | None:
@@ -306,6 +328,11 @@ class TraceTemplate:
                 if given is not None:
                     return given.dtype
         return "unknown"
+
+
+def write_definition(definition: Mapping[str, Any], directory: Path) -> None:
+    """Writes a definition to a file of its name."""
+    files.write(directory / f"{definition['name']}.json", json.dumps(definition, indent=2))
 
 
 def with_sizes(
@@ -423,69 +450,3 @@ def _source_text(source: Source | None) -> str | None:
         return "\n\n".join(textwrap.dedent(inspect.getsource(function)) for function in functions)
     except (OSError, TypeError):  # built in, or defined where no file holds the text
         return None
-
-
-_TOLERANCES = {"float64": 1e-7, "float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
-
-
-def default_tolerances(dtype: torch.dtype | str) -> tuple[float, float]:
-    """(rtol, atol) by which an implementation may differ from the reference; 0 for integers."""
-    name = _dtype_name(dtype)
-    if name.startswith("float8"):
-        value = 0.1
-    elif name.startswith("float4"):
-        value = 1.0
-    else:
-        value = _TOLERANCES.get(name, 0.0)
-    return value, value
-
-
-def default_check(
-    ref: Any,
-    actual: Any,
-    *,
-    rtol: float,
-    atol: float,
-    max_mismatch_pct: float = 0.0,
-    min_cos_sim: float = 0.999,
-) -> bool:
-    """Whether `actual` equals `ref`: few elements out of tolerance, and the same direction as a vector.
-
-    Both are tensors, or tuples, lists or dicts of tensors. NaN equals NaN, and an infinity only itself.
-    """
-    import torch
-
-    options = {"rtol": rtol, "atol": atol, "max_mismatch_pct": max_mismatch_pct, "min_cos_sim": min_cos_sim}
-    if ref is None or actual is None:
-        return ref is None and actual is None
-    if isinstance(ref, Mapping):
-        return (
-            isinstance(actual, Mapping)
-            and ref.keys() == actual.keys()
-            and all(default_check(ref[key], actual[key], **options) for key in ref)
-        )
-    if isinstance(ref, (tuple, list)):
-        return (
-            isinstance(actual, (tuple, list))
-            and len(ref) == len(actual)
-            and all(default_check(r, a, **options) for r, a in zip(ref, actual))
-        )
-    ref, actual = torch.as_tensor(ref), torch.as_tensor(actual)
-    if ref.shape != actual.shape or ref.is_floating_point() != actual.is_floating_point():
-        return False
-    if ref.numel() == 0:
-        return True
-    r, a = ref.detach().cpu().double(), actual.detach().cpu().double()
-    wrong = ~torch.isclose(a, r, rtol=rtol, atol=atol, equal_nan=True)
-    if 100.0 * wrong.sum().item() / r.numel() > max_mismatch_pct:
-        return False
-    return not ref.is_floating_point() or _cosine(r, a) >= min_cos_sim
-
-
-def _cosine(r: torch.Tensor, a: torch.Tensor) -> float:
-    finite = r.isfinite() & a.isfinite()
-    r, a = r[finite], a[finite]
-    lengths = r.norm().item() * a.norm().item()
-    if lengths == 0 or math.isinf(lengths):
-        return 1.0 if r.norm() == a.norm() else 0.0
-    return float((r @ a).item() / lengths)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from fi_core.observe.comparison import default_check, default_tolerances
 from fi_core.observe.template import (
     Const,
     Scalar,
@@ -19,13 +19,11 @@ from fi_core.observe.template import (
     Var,
     Work,
     axes_of,
-    default_check,
-    default_tolerances,
     samples,
     sets_any,
     sized,
+    write_definition,
 )
-from fi_core.runtime import files
 from fi_core.runtime.env import env
 
 __all__ = [
@@ -108,7 +106,7 @@ def attach_trace(func: F, trace: Trace, planned: Planned | None = None) -> None:
         if definition is None:
             raise ValueError(f"{_api_name(func)}: no trace template covers these arguments")
         if save_dir is not None:
-            _write(definition, Path(save_dir))
+            write_definition(definition, Path(save_dir))
         return definition
 
     traced.trace, traced.planned = trace, planned  # type: ignore[attr-defined]
@@ -210,10 +208,6 @@ def _definition(
     return None if template is None else template.definition(_api_name(func), arguments, name)
 
 
-def _write(definition: Mapping[str, Any], directory: Path) -> None:
-    files.write(directory / f"{definition['name']}.json", json.dumps(definition, indent=2))
-
-
 def auto_dump(func: F, trace: Trace, planned: Planned | None = None) -> F:
     """Wrap an op so that each new definition is written to FI_TRACE_DUMP_DIR, before the call."""
     signature = inspect.signature(func)
@@ -249,7 +243,7 @@ def _dump_call(
             arguments.update(arguments.pop(parameter.name, {}))
     definition = _definition(func, trace, call_arguments(arguments, planned, owner))
     if definition is not None and definition["name"] not in _dumped:
-        _write(definition, directory)
+        write_definition(definition, directory)
         _dumped.add(definition["name"])
 
 

@@ -14,7 +14,7 @@ from fi_core.quantization.fp4_dequantization import (
 )
 from fi_core.quantization.layout import SfLayout, checked_layout, in_fp32, layout_of, matrix_of, scale_shape
 from fi_core.quantization.ops import E4M3_SCALE, UE8M0_SCALE
-from fi_core.runtime.errors import WrongDtypeError
+from fi_core.runtime.errors import WrongDtypeError, refuse
 from fi_core.utils import (
     get_shuffle_block_size,
     get_shuffle_matrix_a_row_indices,
@@ -49,6 +49,10 @@ __all__ = [
 def _check_backend(backend: str) -> None:
     if backend not in ("cuda", "cute-dsl"):
         raise ValueError(f'backend: "cuda" or "cute-dsl" is required, which name the same kernels; got {backend!r}')
+
+
+def _check_recipe(nvfp4_4over6: object) -> None:
+    refuse("leave it out: the largest magnitude of a block gives its scale", nvfp4_4over6=nvfp4_4over6)
 
 
 def _check_block(sf_vec_size: int, *supported: int) -> None:
@@ -93,6 +97,7 @@ def fp4_quantize(
     is_global_scale_inversed: bool = False,
     enable_pdl: bool | None = None,
     backend: str = "cuda",
+    nvfp4_4over6: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes each block of a row to e2m1 with one scale: NVFP4, or MXFP4 with power-of-two scales.
 
@@ -114,17 +119,19 @@ def fp4_quantize(
         is_global_scale_inversed: global_scale is 1 / the factor.
         enable_pdl: programmatic dependent launch; None enables it where the hardware has it (sm_90 and later).
         backend: "cuda" or "cute-dsl"; FlashInfer's names, of which both select the kernels of fi.
+        nvfp4_4over6: a recipe that chooses the scale of a block by its error; only None and False are supported.
 
     Returns:
         (x_q, sf): `[..., m, k / 2]`, uint8, two values a byte with the even one in the lower half; and uint8,
         `[rows padded, k / sf_vec_size padded]`.
 
     Raises:
-        NotImplementedError: sf_vec_size is not supported.
+        NotImplementedError: sf_vec_size or nvfp4_4over6 is not supported.
         ValueError: A shape, stride, device or backend does not fit; the text names the argument.
         TypeError: A dtype does not fit.
     """
     _check_backend(backend)
+    _check_recipe(nvfp4_4over6)
     _check_block(sf_vec_size, 16, 32)
     columns = input.ndim >= 2 and input.stride(-2) == 1 and input.stride(-1) != 1
     x = input.transpose(-2, -1) if columns else input
@@ -150,6 +157,8 @@ def nvfp4_quantize(
     enable_pdl: bool | None = None,
     backend: str = "cuda",
     per_token_activation: bool = False,
+    expanded_idx_to_permuted_idx: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
     nvfp4_4over6: object = None,
 ) -> tuple[torch.Tensor, ...]:
     """Quantizes to NVFP4: e2m1 with an e4m3 scale per block of 16 and one global scale, as `fp4_quantize`.
@@ -165,14 +174,16 @@ def nvfp4_quantize(
         backend: as for `fp4_quantize`.
         per_token_activation: each row gets a scale `s = max(abs(row)) * a_global_sf` instead, so that
             `a = a_fp4 * a_sf * s`; a_global_sf is conventionally `1 / (448 * 6)` then. NaN in a row makes s NaN.
-        nvfp4_4over6: a recipe that chooses the scale of a block by its error; only None is supported.
+        expanded_idx_to_permuted_idx: None: rows stay in their order; index the results to permute them.
+        out_scale: None: the scales of rows are the third result.
+        nvfp4_4over6: as for `fp4_quantize`.
 
     Returns:
         (a_fp4, a_sf): `[m, k / 2]`, uint8, and the scales, uint8, as `fp4_quantize` returns them. With
         per_token_activation also s: `[m]`, fp32.
 
     Raises:
-        NotImplementedError: sf_vec_size or nvfp4_4over6 is not supported.
+        NotImplementedError: sf_vec_size, expanded_idx_to_permuted_idx, out_scale or nvfp4_4over6 is not supported.
         ValueError: A shape, device, layout or backend does not fit; the text names the argument.
         TypeError: A dtype does not fit.
     """
@@ -180,8 +191,9 @@ def nvfp4_quantize(
         raise TypeError("a_global_sf must be a torch.Tensor; got None")
     _check_backend(backend)
     _check_block(sf_vec_size, 16, 32)
-    if nvfp4_4over6 is not None:
-        raise NotImplementedError(f"nvfp4_4over6: None is required; got {nvfp4_4over6!r}")
+    _check_recipe(nvfp4_4over6)
+    refuse("index the rows of the results", expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx)
+    refuse("take the third result, or copy it", out_scale=out_scale)
     layout = checked_layout("sfLayout", sfLayout)
     if do_shuffle and (
         layout is not SfLayout.layout_128x4 or a.ndim != 2 or a.shape[0] % 128 or a.shape[1] % (4 * sf_vec_size)
@@ -239,6 +251,7 @@ def silu_and_mul_nvfp4_quantize(
     is_sf_swizzled_layout: bool = True,
     is_sf_8x4_layout: bool = False,
     enable_pdl: bool | None = None,
+    nvfp4_4over6: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes `silu(input[..., :k]) * input[..., k:]`, rounds it to the dtype of input, and quantizes it to NVFP4.
 
@@ -251,17 +264,19 @@ def silu_and_mul_nvfp4_quantize(
         is_sf_swizzled_layout: as for `fp4_quantize`.
         is_sf_8x4_layout: as for `fp4_quantize`.
         enable_pdl: programmatic dependent launch, as for `fp4_quantize`.
+        nvfp4_4over6: as for `fp4_quantize`.
 
     Returns:
         (x_q, sf): `[..., k / 2]`, uint8, and the scales, uint8, as `fp4_quantize` returns them.
 
     Raises:
-        NotImplementedError: sf_vec_size is not supported.
+        NotImplementedError: sf_vec_size or nvfp4_4over6 is not supported.
         ValueError: A shape, stride or device does not fit; the text names the argument.
         TypeError: A dtype does not fit.
     """
     if global_scale is None:
         raise TypeError("global_scale must be a torch.Tensor; got None")
+    _check_recipe(nvfp4_4over6)
     _check_block(sf_vec_size, 16)
     layout = layout_of(is_sf_swizzled_layout, is_sf_8x4_layout)
     return _quantize(input, layout, sf_vec_size, global_scale=global_scale, gated=True, enable_pdl=enable_pdl)
@@ -284,7 +299,7 @@ def _quantize_batch(
 
 @fi_api(trace=trace.NVFP4_BATCHED_QUANTIZE)
 def nvfp4_batched_quantize(
-    a: torch.Tensor, a_global_sf: torch.Tensor, sf_vec_size: int = 16
+    a: torch.Tensor, a_global_sf: torch.Tensor, sf_vec_size: int = 16, nvfp4_4over6: object = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes a batch of matrices to NVFP4, as `fp4_quantize`; the scales of each matrix are padded alone.
 
@@ -292,17 +307,19 @@ def nvfp4_batched_quantize(
         a: `[b, m, k]`, fp16, bf16, fp32 or e4m3, k a multiple of sf_vec_size; the last dimension is contiguous.
         a_global_sf: `[1]` or `[b]`, fp32.
         sf_vec_size: elements of a block, 16 or 32.
+        nvfp4_4over6: as for `fp4_quantize`.
 
     Returns:
         (a_fp4, a_sf): `[b, m, k / 2]`, uint8, and `[b, padded m * padded k / sf_vec_size]`, uint8, in the 128x4 layout.
 
     Raises:
-        NotImplementedError: sf_vec_size is not supported.
+        NotImplementedError: sf_vec_size or nvfp4_4over6 is not supported.
         ValueError: A shape, stride or device does not fit; the text names the argument.
         TypeError: A dtype does not fit.
     """
     if a_global_sf is None:
         raise TypeError("a_global_sf must be a torch.Tensor; got None")
+    _check_recipe(nvfp4_4over6)
     _check_block(sf_vec_size, 16, 32)
     out, scales = _quantize_batch(a, a_global_sf, sf_vec_size, None)
     return out, scales.flatten(1)
@@ -310,7 +327,7 @@ def nvfp4_batched_quantize(
 
 @fi_api(trace=trace.SCALED_FP4_GROUPED_QUANTIZE)
 def scaled_fp4_grouped_quantize(
-    a: torch.Tensor, mask: torch.Tensor, a_global_sf: torch.Tensor
+    a: torch.Tensor, mask: torch.Tensor, a_global_sf: torch.Tensor, nvfp4_4over6: object = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes the valid rows of each group to NVFP4, for grouped GEMMs with masked rows.
 
@@ -318,6 +335,7 @@ def scaled_fp4_grouped_quantize(
         a: `[e, m, k]`, fp16, bf16, fp32 or e4m3, k a multiple of 16; the last dimension is contiguous.
         mask: `[e]`, int32, the number of valid rows of each group; read on the device, clamped to 0 ... m.
         a_global_sf: `[e]` or `[1]`, fp32.
+        nvfp4_4over6: as for `fp4_quantize`.
 
     Returns:
         (a_fp4, a_sf): `[m, k / 2, e]`, uint8, and `[32, 4, padded m / 128, 4, padded k / 64, e]`, e4m3. Both are views
@@ -325,9 +343,11 @@ def scaled_fp4_grouped_quantize(
         written; scales of such rows are 0 in the last tile of 128 rows with a valid one, and not written in later ones.
 
     Raises:
+        NotImplementedError: nvfp4_4over6 is not supported.
         ValueError: A shape, stride or device does not fit; the text names the argument.
         TypeError: A dtype does not fit.
     """
+    _check_recipe(nvfp4_4over6)
     if mask is None:
         raise TypeError("mask must be a torch.Tensor; got None")
     if a_global_sf is None:

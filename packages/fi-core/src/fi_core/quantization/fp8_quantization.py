@@ -19,6 +19,11 @@ __all__ = ["mxfp8_dequantize_host", "mxfp8_grouped_quantize", "mxfp8_quantize", 
 _MX_BLOCK = 32
 
 
+def _check_backend(backend: str) -> None:
+    if backend not in ("cutile", "cuda"):
+        raise ValueError(f'backend: "cutile" or "cuda" is required, which name the same kernels; got {backend!r}')
+
+
 def _layout(swizzled: bool, layout: SfLayout | None) -> SfLayout:
     return layout_of(swizzled) if layout is None else checked_layout("sf_swizzle_layout", layout)
 
@@ -73,12 +78,15 @@ def mxfp8_quantize(
 
 
 @fi_api(trace=trace.MXFP8_GROUPED_QUANTIZE)
-def mxfp8_grouped_quantize(a: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def mxfp8_grouped_quantize(
+    a: torch.Tensor, mask: torch.Tensor, backend: str = "cutile"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes the valid rows of each group to MXFP8, as `mxfp8_quantize`, for grouped GEMMs with masked rows.
 
     Args:
         a: `[b, m, k]`, fp16, bf16 or fp32, k a multiple of 32; the last dimension is contiguous.
         mask: `[b]`, int32, the number of valid rows of each group; read on the device, clamped to 0 ... m.
+        backend: "cutile" or "cuda"; FlashInfer's names, of which both select the kernels of fi.
 
     Returns:
         (x_q, sf): `[m, padded k, b]`, e4m3, with k padded to a multiple of 128, and
@@ -87,9 +95,10 @@ def mxfp8_grouped_quantize(a: torch.Tensor, mask: torch.Tensor) -> tuple[torch.T
         last tile of 128 rows with a valid one, and not written in later ones.
 
     Raises:
-        ValueError: A shape, stride or device does not fit; the text names the argument.
+        ValueError: A shape, stride, device or the backend does not fit; the text names the argument.
         TypeError: A dtype does not fit.
     """
+    _check_backend(backend)
     if mask is None:
         raise TypeError("mask must be a torch.Tensor; got None")
     import torch
@@ -146,6 +155,7 @@ def per_token_group_quant_8bit(
     column_major_scales: bool = False,
     scale_tma_aligned: bool = False,
     scale_ue8m0: bool = False,
+    backend: str = "cutile",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes groups of elements of a row to 8 bits, with one fp32 scale per group.
 
@@ -161,16 +171,18 @@ def per_token_group_quant_8bit(
         column_major_scales: stores the scales of one column next to each other; x is a matrix then.
         scale_tma_aligned: pads these columns to a multiple of 4 scales; requires column_major_scales.
         scale_ue8m0: rounds s up to a power of two; requires column_major_scales, as in FlashInfer.
+        backend: as for `mxfp8_grouped_quantize`.
 
     Returns:
         (x_q, x_s): the shape of x, dst_dtype, and `[..., k / group_size]`, fp32.
 
     Raises:
-        ValueError: A shape, stride, device, flag or group_size does not fit; the text names the argument.
+        ValueError: A shape, stride, device, flag, backend or group_size does not fit; the text names the argument.
         TypeError: A dtype does not fit.
     """
     import torch
 
+    _check_backend(backend)
     dst_dtype = torch.float8_e4m3fn if dst_dtype is None else dst_dtype
     if dst_dtype not in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
         raise TypeError(f"dst_dtype: float8_e4m3fn, float8_e5m2 or int8 is required; got {dst_dtype}")

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 MLA, GEMM, FP8_GEMM, PREFILL = (
-    "--routine BatchMLAPagedAttentionWrapper --batch_size 9 --s_kv 1501 --num_qo_heads 64 --num_kv_heads 1 "
+    "--routine BatchMLAPagedAttentionWrapper --batch_size 40 --s_kv 8001 --num_qo_heads 64 --num_kv_heads 1 "
     "--head_dim_ckv 512 --head_dim_kpe 64 --page_size 64",
     "--routine mm_bf16 --m 1000 --n 2048 --k 4096",
-    "--routine gemm_fp8_nt_groupwise --m 1000 --n 2048 --k 4096",
-    "--routine BatchPrefillWithRaggedKVCacheWrapper --batch_size 2 --s_qo 700 --s_kv 700 --num_qo_heads 8 "
-    "--num_kv_heads 2 --q_dtype fp8_e4m3 --kv_dtype fp8_e4m3 --out_dtype bfloat16 --causal",
+    "--routine gemm_fp8_nt_groupwise --m 4000 --n 7168 --k 2048",
+    "--routine BatchPrefillWithRaggedKVCacheWrapper --batch_size 8 --s_qo 1500 --s_kv 1500 --num_qo_heads 16 "
+    "--num_kv_heads 4 --q_dtype fp8_e4m3 --kv_dtype fp8_e4m3 --out_dtype bfloat16 --causal",
 )
 
 

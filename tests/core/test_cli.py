@@ -18,6 +18,7 @@ import pytest
 import fi_core
 from core.console import SMALL, Cli, artifacts
 from core.package import pack
+from fi_core import collect_env
 from fi_core.cli import machine, main
 from fi_core.cli.arguments import parser
 from fi_core.jit import base
@@ -437,6 +438,9 @@ def test_collect_env_hides_secrets(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
     assert data["Environment"]["FI_HUB_TOKEN"] == "(hidden)"
     assert data["Packages"]["fi-kernels"] == fi_core.__version__
     assert set(re.findall(r"^==== (.*) ====$", text, re.MULTILINE)) == set(data)
+    info = collect_env.collect_env_info()
+    assert info["Environment"] == data["Environment"] and set(info) == set(data)
+    assert collect_env.format_report(info).splitlines() == text.rstrip().splitlines()
 
 
 # replay

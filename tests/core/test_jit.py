@@ -136,6 +136,12 @@ def test_module_of_an_activation() -> None:
         jit.gen_act_and_mul_module("relu")
 
 
+def test_the_module_of_an_activation_is_where_flashinfer_has_it() -> None:
+    from fi_core.activation import gen_act_and_mul_module  # type: ignore[attr-defined]
+
+    assert gen_act_and_mul_module is jit.gen_act_and_mul_module
+
+
 def test_default_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert base.default_targets() == (CPU,)
     base.context.cache_clear()

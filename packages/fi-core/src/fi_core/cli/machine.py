@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,9 +152,13 @@ def show_config(args: argparse.Namespace) -> Report:
     return Report(data, [line for title, rows in sections.items() for line in section(title, rows)])
 
 
-def collect_env(args: argparse.Namespace) -> Report:
+Sections = Mapping[str, Mapping[str, Any]]
+
+
+def facts() -> dict[str, dict[str, Any]]:
+    """What a bug report needs to know of this machine, by section and name; secrets are hidden."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    sections: dict[str, dict[str, Any]] = {
+    return {
         "System": {
             "Platform": platform.platform(),
             "CPU": _cpu(),
@@ -172,11 +177,20 @@ def collect_env(args: argparse.Namespace) -> Report:
         "Cache": dict(_store()),
         "Environment": _environment(),
     }
+
+
+def fact_lines(sections: Sections) -> list[str]:
+    """A heading for each section, and a line for each fact."""
     lines = ["### fi environment report"]
     for title, rows in sections.items():
         width = max((len(name) for name in rows), default=0)
         lines += ["", f"==== {title} ====", *(f"{name.ljust(width)} : {value}" for name, value in rows.items())]
-    return Report(sections, lines)
+    return lines
+
+
+def collect_env(args: argparse.Namespace) -> Report:
+    found = facts()
+    return Report(found, fact_lines(found))
 
 
 def _environment() -> dict[str, str]:

@@ -375,13 +375,18 @@ REFUSALS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (
         lambda: fp8_blockscale_gemm_sm90(bf16(2, 128), bf16(64, 128), f32(2, 1)),
-        ValueError, "input_scale must be None for a bf16 input",
+        ValueError, "input_scale should not be provided for BF16",
     ),
     (
         lambda: fp8_blockscale_gemm_sm90(one(2, 128), bf16(64, 128), f32(2, 1)),
-        ValueError, "weight must be float8_e4m3fn if input is",
+        ValueError, "FP8 input with BF16 weight is not supported",
     ),
-    (lambda: fp8_blockscale_gemm_sm90(bf16(2, 128), one(64, 128)), ValueError, "weight_scale must be given"),
+    (
+        lambda: fp8_blockscale_gemm_sm90(bf16(2, 128), one(64, 128)),
+        ValueError, "weight_scale is required when weight is FP8",
+    ),
+    (lambda: fp8_blockscale_gemm_sm90(bf16(2, 127), bf16(64, 127)), ValueError, "k divisible by block size 128"),
+    (lambda: fp8_blockscale_gemm_sm90(f32(2, 128), bf16(64, 128)), ValueError, r"must be FP8 .* or BF16; got"),
     (lambda: fp8_blockscale_gemm_sm90(bf16(2, 128), bf16(60, 128)), ValueError, "n a multiple of 64"),
     (
         lambda: fp8_blockscale_gemm_sm90(one(2, 256), one(64, 256), f32(3, 2), f32(64, 2)),

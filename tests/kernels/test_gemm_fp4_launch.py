@@ -70,7 +70,7 @@ def test_every_shape_has_a_launch(gemm: Gemm, n: int, k: int, block: int, tokens
     [
         ({"b": Tensor(B, (512, 100), "u8")}, "b must have shape"),
         ({"b_scale": Tensor(SB, (512, 8), "u8")}, "b_scale must have 8192 elements"),
-        ({"b_scale": Tensor(SB + 4, (512, 16), "u8")}, "b_scale must start at a multiple of 16 bytes"),
+        ({"b_scale": Tensor(SB + 4, (512, 16), "u8")}, "b_scale must be 16-byte aligned"),
         ({"alpha": Tensor(ALPHA, (2,), "f32")}, "alpha must have one element"),
         ({"block_size": 8}, "block_size must be 16"),
     ],

@@ -75,7 +75,7 @@ def test_no_rows_are_no_launch(gated: Callable[..., list[Call]]) -> None:
 def test_refusals(gated: Callable[..., list[Call]]) -> None:
     with pytest.raises(ValueError, match="width and k must be multiples of 128"):
         gated(8, 2, 512, 64)
-    with pytest.raises(ValueError, match="x must have rows at multiples of 16 bytes"):
+    with pytest.raises(ValueError, match="x must have rows that are 16-byte aligned"):
         gated(8, 2, 512, 128, x=Tensor(X + 8, (8, 512), "e4m3"))
     with pytest.raises(ValueError, match="must be given for float8_e4m3fn and for nothing else"):
         gated(8, 2, 512, 128, "bf16", x_scale=Tensor(X_SCALE, (8, 4), "f32"))

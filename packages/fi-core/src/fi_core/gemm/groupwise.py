@@ -321,15 +321,17 @@ def fp8_blockscale_gemm_sm90(
         raise ValueError("input must be on a Hopper GPU (sm_90) or a CPU; gemm_fp8_nt_groupwise runs on others")
     if input.ndim != 2 or weight.ndim != 2 or input.shape[1] != weight.shape[1] or input.shape[1] % _BLOCK:
         raise ValueError(
-            f"input must have shape [m, k] and weight [n, k], k a multiple of {_BLOCK}; got {list(input.shape)} and "
-            f"{list(weight.shape)}"
+            f"input must have shape [m, k] and weight [n, k], k divisible by block size {_BLOCK}; got "
+            f"{list(input.shape)} and {list(weight.shape)}"
         )
     if weight.shape[0] % 64:
         raise ValueError(f"weight must have shape [n, k] with n a multiple of 64; got {list(weight.shape)}")
     a, a_scale = _operand("input", input, input_scale)
     b, b_scale = _operand("weight", weight, weight_scale)
     if a is input and b is not weight:
-        raise ValueError("weight must be float8_e4m3fn if input is; got torch.bfloat16")
+        raise ValueError(
+            "weight: FP8 input with BF16 weight is not supported, weight must be float8_e4m3fn too; got bfloat16"
+        )
     m, blocks = a.shape[0], a.shape[1] // _BLOCK
     rows = {weight.shape[0], _ceil(weight.shape[0], _BLOCK)}
     if a_scale.shape != (m, blocks):
@@ -353,10 +355,10 @@ def _operand(name: str, x: torch.Tensor, scale: torch.Tensor | None) -> tuple[to
 
     if x.dtype is torch.bfloat16:
         if scale is not None:
-            raise ValueError(f"{name}_scale must be None for a bf16 {name}, which is quantised inside")
+            raise ValueError(f"{name}_scale should not be provided for BF16 {name}, which is quantised inside")
         return quantize_blocks(x)
     if x.dtype is not torch.float8_e4m3fn:
-        raise ValueError(f"{name} must be bfloat16 or float8_e4m3fn; got {x.dtype}")
+        raise ValueError(f"{name} must be FP8 (float8_e4m3fn) or BF16; got {x.dtype}")
     if scale is None:
-        raise ValueError(f"{name}_scale must be given for a float8_e4m3fn {name}")
+        raise ValueError(f"{name}_scale is required when {name} is FP8; got None")
     return x, scale

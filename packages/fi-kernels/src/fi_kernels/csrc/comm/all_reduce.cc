@@ -82,7 +82,7 @@ void all_reduce(const Kernel& kernel, const AllReduceArgs& a) {
   a.input.is({kF16, kBF16, kF32}).contiguous();
   const int64_t vec = 16 / a.input.dtype().bytes(), numel = a.input.numel();
   FI_CHECK(numel % vec == 0 && a.input.alignment(16, {}) == 16, ValueError,
-           "input must start at a multiple of 16 bytes and have a multiple of %lld elements; got address %p, shape %s",
+           "input must be 16-byte aligned and have a multiple of %lld elements; got address %p, shape %s",
            static_cast<long long>(vec), a.input.data(), a.input.shape_str().c_str());
   FI_CHECK(a.shots == 1 || a.shots == 2, ValueError, "shots must be 1 or 2; got %lld", static_cast<long long>(a.shots));
   const bool norm = static_cast<bool>(a.weight);
@@ -127,8 +127,8 @@ void all_reduce(const Kernel& kernel, const AllReduceArgs& a) {
     }
   }
   for (const Tensor& t : {Tensor(a.out), Tensor(a.residual_in), Tensor(a.weight), Tensor(a.norm_out)})
-    FI_CHECK(!t || t.alignment(16, {}) == 16, ValueError, "%s must start at a multiple of 16 bytes; got address %p",
-             t.name(), t.data());
+    FI_CHECK(!t || t.alignment(16, {}) == 16, ValueError, "%s must be 16-byte aligned; got address %p", t.name(),
+             t.data());
   FI_CHECK(!a.quant_out || a.quant_out.alignment(8, {}) == 8, ValueError,
            "quant_out must start at a multiple of 8 bytes; got address %p", a.quant_out.data());
   a.out.apart(a.norm_out);

@@ -26,7 +26,7 @@ void all_to_all(const Kernel& kernel, const AllToAllArgs& a) {
   p.bytes = a.out.numel() / world * a.out.dtype().bytes();
   p.input_stride = a.gather ? 0 : p.bytes;
   FI_CHECK(p.bytes % 16 == 0 && a.input.alignment(16, {}) == 16 && a.out.alignment(16, {}) == 16, ValueError,
-           "input and out must start at multiples of 16 bytes, with rows of a multiple of 16 bytes; got addresses %p "
+           "input and out must be 16-byte aligned, with rows of a multiple of 16 bytes; got addresses %p "
            "and %p, %lld bytes",
            a.input.data(), a.out.data(), static_cast<long long>(p.bytes));
   a.out.apart(a.input);

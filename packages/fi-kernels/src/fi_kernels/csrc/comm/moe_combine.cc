@@ -22,7 +22,7 @@ void moe_combine(const Kernel& kernel, const MoeCombineArgs& a) {
   a.out.like(a.payload).contiguous().shape(tokens, hidden);
   const int64_t bytes = hidden * a.payload.dtype().bytes();
   FI_CHECK(bytes % 16 == 0 && a.payload.alignment(16, {}) == 16 && a.out.alignment(16, {}) == 16, ValueError,
-           "payload and out must have rows that start at multiples of 16 bytes; got addresses %p and %p, rows of %lld "
+           "payload and out must have rows that are 16-byte aligned; got addresses %p and %p, rows of %lld "
            "bytes",
            a.payload.data(), a.out.data(), static_cast<long long>(bytes));
   MoeCombineParams p{};

@@ -179,13 +179,13 @@ void moe_experts(const Kernel& kernel, const MoeExpertsArgs& a) {
   p.gemm[0].activated = 1;
   p.products = 2;
   for (const Tensor& t : {a.x, a.activated})
-    FI_CHECK(t.row_alignment(16) == 16, ValueError, "%s must have rows at multiples of 16 bytes; got stride %lld",
+    FI_CHECK(t.row_alignment(16) == 16, ValueError, "%s must have rows that are 16-byte aligned; got stride %lld",
              t.name(), static_cast<long long>(t.stride(0)));
   FI_CHECK(a.out.row_alignment(4) == 4, ValueError, "out must have rows at multiples of 4 bytes; got stride %lld",
            static_cast<long long>(a.out.stride(0)));
   for (const Tensor& t : {a.up, a.down})
     FI_CHECK(t.alignment(16, {t.stride(0), t.stride(-2)}) == 16, ValueError,
-             "%s must have rows at multiples of 16 bytes; got strides %lld, %lld", t.name(),
+             "%s must have rows that are 16-byte aligned; got strides %lld, %lld", t.name(),
              static_cast<long long>(t.stride(0)), static_cast<long long>(t.stride(1)));
   for (const OptionalTensor& scale : {a.up_scale, a.down_scale})
     FI_CHECK(!scale || scale.alignment(8, {}) == 8, ValueError, "%s must be aligned to 8 bytes", scale.name());

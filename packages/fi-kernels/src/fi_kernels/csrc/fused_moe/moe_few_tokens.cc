@@ -100,11 +100,11 @@ void moe_few_tokens(const Kernel& kernel, const MoeFewTokensArgs& a) {
   // 2 shape
 #if FI_CUDA
   for (const Tensor& t : {a.x, a.activated})
-    FI_CHECK(t.row_alignment(16) == 16, ValueError, "%s must have rows at multiples of 16 bytes; got stride %lld",
+    FI_CHECK(t.row_alignment(16) == 16, ValueError, "%s must have rows that are 16-byte aligned; got stride %lld",
              t.name(), static_cast<long long>(t.stride(0)));
   for (const Tensor& t : {a.up, a.down})
     FI_CHECK(t.alignment(16, {t.stride(0), t.stride(1)}) == 16, ValueError,
-             "%s must have rows at multiples of 16 bytes; got strides %lld, %lld", t.name(),
+             "%s must have rows that are 16-byte aligned; got strides %lld, %lld", t.name(),
              static_cast<long long>(t.stride(0)), static_cast<long long>(t.stride(1)));
   MoeFewTokensParams p{};
   p.x = a.x.data();

@@ -96,7 +96,7 @@ void moe_gated_gemm(const Kernel& kernel, const MoeGatedGemmArgs& a) {
            a.x.shape_str().c_str(), a.weight.shape_str().c_str());
   for (const Tensor* t : {&a.out, &a.x, &a.weight})
     FI_CHECK(t->row_alignment(16) == 16, ValueError,
-             "%s must have rows at multiples of 16 bytes; got strides %lld, %lld", t->name(),
+             "%s must have rows that are 16-byte aligned; got strides %lld, %lld", t->name(),
              static_cast<long long>(t->stride(0)), static_cast<long long>(t->stride(-2)));
   if (rows == 0 || width == 0 || experts == 0) return;
   if (kernel.checks_contents(a.x.device())) check_offsets(Integers(kernel, a.offsets), rows);

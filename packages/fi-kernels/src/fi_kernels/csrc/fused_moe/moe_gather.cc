@@ -94,7 +94,7 @@ void moe_gather(const Kernel& kernel, const MoeGatherArgs& a) {
 #if FI_CUDA
   const Entry& entry = tile(kernel, a, quantizes);
   FI_CHECK(!quantizes || a.out.row_alignment(16) == 16, ValueError,
-           "out must have rows at multiples of 16 bytes; got stride %lld", static_cast<long long>(a.out.stride(0)));
+           "out must have rows that are 16-byte aligned; got stride %lld", static_cast<long long>(a.out.stride(0)));
   const auto config = MoeGatherConfig::of(entry);
   const int64_t per_row = columns * bytes / (config.load_bytes * config.loads);
   FI_CHECK(per_row * tokens < int64_t{1} << 31, ValueError, "x is too large: got %s", a.x.shape_str().c_str());

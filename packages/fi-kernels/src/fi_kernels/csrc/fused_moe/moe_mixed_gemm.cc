@@ -118,7 +118,7 @@ void moe_mixed_gemm(const Kernel& kernel, const MoeMixedGemmArgs& a) {
   FI_CHECK(m < 1 << 30 && n < 1 << 30 && k < 1 << 30, ValueError, "out must be smaller; got %s",
            a.out.shape_str().c_str());
   FI_CHECK(a.x.row_alignment(16) == 16 && a.weight.row_alignment(16) == 16, ValueError,
-           "x and weight must have rows at multiples of 16 bytes; got strides %lld and %lld: call .contiguous()",
+           "x and weight must have rows that are 16-byte aligned; got strides %lld and %lld: call .contiguous()",
            static_cast<long long>(a.x.stride(0)), static_cast<long long>(a.weight.stride(1)));
   if (m == 0 || n == 0 || experts == 0) return;
   if (kernel.checks_contents(a.x.device())) check_offsets(Integers(kernel, a.offsets), m);

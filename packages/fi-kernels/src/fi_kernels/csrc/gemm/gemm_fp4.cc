@@ -118,7 +118,7 @@ void gemm_fp4(const Kernel& kernel, const GemmFp4Args& a) {
   // 3 launch
 #if FI_CUDA
   FI_CHECK(a.b_scale.alignment(16, {}) == 16, ValueError,
-           "b_scale must start at a multiple of 16 bytes; got address %p: call .clone() on it", a.b_scale.data());
+           "b_scale must be 16-byte aligned; got address %p: call .clone() on it", a.b_scale.data());
   const Entry& entry = kernel.entries.front();
   const int64_t tokens = GemmFp4Config::of(entry).tokens;
   const int64_t reserved = 2048;  // barriers

@@ -218,11 +218,11 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
 #if FI_CUDA
   for (const Tensor& t : {a.q, a.k, a.v})
     FI_CHECK(t.row_alignment(16) == 16, ValueError,
-             "%s must have rows that lie at multiples of 16 bytes; got address %p, strides %lld and %lld: call "
+             "%s must have rows that are 16-byte aligned; got address %p, strides %lld and %lld: call "
              ".contiguous() on a copy",
              t.name(), t.data(), static_cast<long long>(t.stride(0)), static_cast<long long>(t.stride(1)));
   FI_CHECK(!p.channel_gates || a.g.row_alignment(16) == 16, ValueError,
-           "g must have rows that lie at multiples of 16 bytes; got address %p, strides %lld and %lld: call "
+           "g must have rows that are 16-byte aligned; got address %p, strides %lld and %lld: call "
            ".contiguous() on a copy",
            a.g.data(), static_cast<long long>(a.g.stride(0)), static_cast<long long>(a.g.stride(1)));
   FI_CHECK(a.out.row_alignment(4) == 4, ValueError,

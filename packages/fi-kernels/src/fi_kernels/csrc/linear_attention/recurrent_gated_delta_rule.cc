@@ -170,7 +170,7 @@ void recurrent_gated_delta_rule(const Kernel& kernel, const RecurrentGatedDeltaR
   for (const Tensor& t : {Tensor(a.state), p.intermediate ? Tensor(a.intermediate_states) : Tensor(a.state)}) {
     const int more = t.ndim() - 4;
     FI_CHECK(t.alignment(16, {t.stride(0), t.stride(1), t.stride(more + 1), t.stride(more + axis)}) == 16, ValueError,
-             "%s must have rows that lie at multiples of 16 bytes; got address %p, shape %s", t.name(), t.data(),
+             "%s must have rows that are 16-byte aligned; got address %p, shape %s", t.name(), t.data(),
              t.shape_str().c_str());
   }
   FI_CHECK(axis == 2 || dim_v % 4 == 0, ValueError, "v must have a multiple of 4 columns; got %s",

@@ -214,7 +214,7 @@ void selective_state_update(const Kernel& kernel, const SelectiveStateUpdateArgs
 #if FI_CUDA
   for (const Tensor& t : {Tensor(a.state), p.intermediate ? Tensor(a.intermediate_states_buffer) : Tensor(a.state)})
     FI_CHECK(t.row_alignment(16) == 16, ValueError,
-             "%s must have rows that lie at multiples of 16 bytes; got address %p, shape %s", t.name(), t.data(),
+             "%s must have rows that are 16-byte aligned; got address %p, shape %s", t.name(), t.data(),
              t.shape_str().c_str());
   p.vectors = a.B.row_alignment(16) == 16 && a.C.row_alignment(16) == 16;
   const int64_t states = batch * heads, sms = kernel.multiprocessors(a.state.device());

@@ -58,8 +58,7 @@ void block_scale_interleave(const Kernel& kernel, const BlockScaleInterleaveArgs
 
   // 3 launch
 #if FI_CUDA
-  FI_CHECK(a.out.alignment(16, {}) == 16, ValueError, "out must start at a multiple of 16 bytes; got address %p",
-           a.out.data());
+  FI_CHECK(a.out.alignment(16, {}) == 16, ValueError, "out must be 16-byte aligned; got address %p", a.out.data());
   const Entry& entry = tile(kernel, a.input.alignment(16, {p.columns}) == 16);
   const int64_t chunks_per_row = p.padded_columns / BlockScaleInterleaveConfig::of(entry).columns_per_thread;
   p.chunks = all_strips * 32 * chunks_per_row;

@@ -155,8 +155,9 @@ class Tensor {
   const Tensor& inner_contiguous() const {
     if (ndim() == 0 || (size(-1) > 1 && stride(-1) != 1))
       raise("ValueError",
-            "%s must be contiguous in its last dimension (stride 1); got stride %lld: call .contiguous() on it", name_,
-            static_cast<long long>(ndim() ? stride(-1) : 0));
+            "%s must be contiguous in its last dimension: its innermost stride must be 1; got %lld: call .contiguous() "
+            "on it",
+            name_, static_cast<long long>(ndim() ? stride(-1) : 0));
     return *this;
   }
   [[gnu::noinline]] const Tensor& contiguous() const {

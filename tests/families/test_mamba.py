@@ -182,13 +182,184 @@ def test_decay_at_its_extremes(device: str) -> None:
     assert_close(state[0], expected(x, slice(0, 1), before[0])[1][-1], tolerance=STATE[F32])
 
 
+def of_elements(x: dict[str, Any], device: str) -> dict[str, Any]:
+    """The inputs with a number of dt, A, D and dt_bias for each element."""
+    shape, width = x["x"].shape, x["A"].shape
+    return x | {
+        "dt": rand(*shape, dtype=x["dt"].dtype, device=device, seed=11).abs(),
+        "A": -rand(*width, dtype=F32, device=device, seed=12).abs(),
+        "D": rand(*width[:2], dtype=F32, device=device, seed=13),
+        "dt_bias": rand(*width[:2], dtype=F32, device=device, seed=14),
+    }
+
+
+def elements_expected(x: dict[str, Any], row: Any, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs `[T, heads, dim]` and states `[T + 1, ..]` in fp64, from the formula with every number of its own."""
+    own = {name: value[row].double().cpu() for name, value in x.items() if name in ("x", "dt", "B", "C", "z")}
+    own = {name: value.reshape(-1, *value.shape[-2:]) for name, value in own.items()}
+    rate, skip, bias = (x[name].double().cpu() for name in ("A", "D", "dt_bias"))
+    b, c = (own[name].repeat_interleave(HEADS // GROUPS, 1)[:, :, None, :] for name in "BC")
+    states, outputs = [state.double().cpu()], []
+    for t in range(len(own["x"])):
+        dt = torch.nn.functional.softplus(own["dt"][t] + bias)
+        s = torch.exp(dt[..., None] * rate) * states[-1] + (dt * own["x"][t])[..., None] * b[t]
+        outputs.append(((s * c[t]).sum(-1) + skip * own["x"][t]) * torch.nn.functional.silu(own["z"][t]))
+        states.append(s)
+    return torch.stack(outputs), torch.stack(states)
+
+
+@pytest.mark.parametrize("state_dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(("rows", "dim", "dstate"), [((3,), 64, 128), ((2, 3), 37, 64), ((2,), 64, 256)])
+def test_a_number_for_each_element(
+    rows: tuple[int, ...], dim: int, dstate: int, state_dtype: torch.dtype, device: str
+) -> None:
+    x = of_elements(inputs(rows, device, dtype=F32, dim=dim, dstate=dstate), device)
+    state = strided(rand(rows[0], HEADS, dim, dstate, dtype=state_dtype, device=device), row_padding=8)
+    before, out = state.clone(), guarded((*rows, HEADS, dim), F32, device, row_padding=8)
+    selective_state_update(state, **x, out=out)
+    for row in range(rows[0]):
+        want, states = elements_expected(x, row, before[row])
+        assert_close(out[row].view(-1, HEADS, dim), want, tolerance=(1e-4, 1e-3))
+        assert_close(state[row], states[-1], tolerance=STATE[state_dtype])
+    assert_guards(out)
+    assert_guards(state)
+
+
+@pytest.mark.parametrize("name", ["dt", "A", "D", "dt_bias"])
+def test_each_of_the_numbers_alone(name: str, device: str) -> None:
+    usual = inputs((2,), device, dtype=F32)
+    x = usual | {name: of_elements(usual, device)[name]}
+    state = rand(2, HEADS, 64, 128, dtype=F32, device=device)
+    before = state.clone()
+    out = selective_state_update(state, **x)
+    for row in range(2):
+        want, states = elements_expected(x, row, before[row])
+        assert_close(out[row].view(-1, HEADS, 64), want, tolerance=(1e-4, 1e-3))
+        assert_close(state[row], states[-1], tolerance=STATE[F32])
+
+
+def test_the_form_without_heads(device: str) -> None:
+    x = of_elements(inputs((3,), device, dtype=F32), device)
+    flat = {name: value[:, 0] if name in ("x", "dt", "B", "C", "z") else value[0] for name, value in x.items()
+            if name != "dt_softplus"}  # fmt: skip
+    one = {name: value[:, :1] if name in ("x", "dt", "B", "C", "z") else value[:1] for name, value in x.items()
+           if name != "dt_softplus"}  # fmt: skip
+    state = rand(5, 1, 64, 128, dtype=F32, device=device)
+    slots, kept = torch.tensor([4, 0, 2], dtype=torch.int32, device=device), torch.zeros(3, 1, 64, 128, device=device)
+    other = state[:, 0].clone()
+    want = selective_state_update(state, **one, state_batch_indices=slots)
+    out = selective_state_update(
+        other, **flat, state_batch_indices=slots, intermediate_states_buffer=kept, dt_softplus=False
+    )
+    assert out.shape == (3, 64)
+    assert torch.equal(out, want[:, 0])
+    assert torch.equal(other, state[:, 0])
+    assert torch.equal(kept[:, 0], state[slots.long(), 0])
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.int16, 32767), (torch.int8, 127)])
+@pytest.mark.parametrize("elements", [False, True])
+def test_states_of_integers(dtype: torch.dtype, most: int, elements: bool, device: str) -> None:
+    """A row of integers times its scale is the state; its largest number becomes the largest integer."""
+    x = inputs((2, 3), device, dtype=F32)
+    x = of_elements(x, device) if elements else x
+    state = (rand(4, HEADS, 64, 128, dtype=F32, device=device) * most / 4).round().clamp(-most, most).to(dtype)
+    scale = rand(4, HEADS, 64, dtype=F32, device=device, seed=8).abs() / most + 1e-6
+    before = state.double() * scale.double()[..., None]
+    others = state[[1, 2]].clone(), scale[[1, 2]].clone()
+    kept, kept_scale = torch.zeros(2, 3, HEADS, 64, 128, dtype=dtype, device=device), torch.zeros(2, 3, HEADS, 64, 1)
+    kept_scale = kept_scale.to(device)
+    out = selective_state_update(
+        state, **x, state_batch_indices=torch.tensor([3, 0], device=device), state_scale=scale[..., None],
+        intermediate_states_buffer=kept, intermediate_state_scales=kept_scale,
+    )  # fmt: skip
+    for row, slot in ((0, 3), (1, 0)):
+        want, states = elements_expected(x, row, before[slot])
+        assert_close(out[row], want, tolerance=(1e-4, 1e-3))
+        assert_rows(state[slot], scale[slot], states[-1], most)
+        for t in range(3):
+            assert_rows(kept[row, t], kept_scale[row, t, ..., 0], states[t + 1], most)
+    assert torch.equal(state[[1, 2]], others[0]) and torch.equal(scale[[1, 2]], others[1])
+
+
+def assert_rows(q: torch.Tensor, scale: torch.Tensor, want: torch.Tensor, most: int) -> None:
+    """Each number within half a step of its row, whose largest becomes `most`."""
+    q, scale = q.double().cpu(), scale.double().cpu()
+    torch.testing.assert_close(scale, want.abs().amax(-1) / most, rtol=1e-5, atol=0)
+    assert (q.abs().amax(-1) == most).all()
+    assert ((q * scale[..., None] - want).abs() <= 0.5001 * scale[..., None] + 1e-5).all()
+
+
+def test_rows_of_zeros_have_a_scale() -> None:
+    x = {name: torch.zeros_like(v) if torch.is_tensor(v) else v for name, v in inputs((1,), "cpu", dtype=F32).items()}
+    state, scale = torch.zeros(1, HEADS, 64, 128, dtype=torch.int16), torch.zeros(1, HEADS, 64)
+    selective_state_update(state, **x, state_scale=scale)
+    assert not state.any() and (scale == 1).all()
+
+
+def test_stochastic_rounding(device: str) -> None:
+    """Each number becomes one of the two next to it, on average itself; a seed gives the same again."""
+    x = inputs((1,), device, dtype=F32)
+    start = rand(1, HEADS, 64, 128, dtype=F32, device=device).half()
+    exact = start.float()
+    selective_state_update(exact, **x)
+
+    def rounded(seed: int, **options: Any) -> torch.Tensor:
+        state = start.clone()
+        seeds = torch.tensor([seed], dtype=torch.int64, device=device)
+        selective_state_update(state, **x, rand_seed=seeds, **options)
+        return state
+
+    draws = torch.stack([rounded(seed) for seed in range(400)])
+    assert torch.equal(draws[3], rounded(3)) and not torch.equal(draws[3], draws[4])
+    assert not torch.equal(rounded(3, philox_rounds=5), draws[3])
+    step = torch.exp2(exact.abs().double().log2().floor().clamp(min=-14) - 10)
+    off = (draws.double() - exact.double()) / step
+    assert off.abs().max() < 1.001
+    assert off.mean(0).abs().mean() < 0.03 and off.mean(0).abs().max() < 0.15, "0.025 is the most of 400 draws of one"
+    nearest = start.clone()
+    selective_state_update(nearest, **x)
+    assert torch.equal(nearest, exact.half())
+
+
+def test_rounding_of_the_smallest_numbers() -> None:
+    """Below 2^-14 the step of fp16 is 2^-24."""
+    x = {name: torch.zeros_like(v) if torch.is_tensor(v) else v for name, v in inputs((1,), "cpu", dtype=F32).items()}
+    x["dt_softplus"] = False
+    x["dt"], x["x"], x["B"] = (torch.ones_like(x[name]) for name in ("dt", "x", "B"))
+    x["x"] *= 2.0**-24 / 4
+    seed, state = torch.tensor([1]), torch.zeros(1, HEADS, 64, 128, dtype=F16)
+    selective_state_update(state, **x, rand_seed=seed)
+    assert set(state.unique().tolist()) == {0.0, 2.0**-24}
+    assert abs(float((state > 0).float().mean()) - 0.25) < 0.01
+
+
+def test_options_of_rounding_that_do_not_fit() -> None:
+    half, ints = torch.zeros(2, HEADS, 64, 128, dtype=F16), torch.zeros(2, HEADS, 64, 128, dtype=torch.int16)
+    seed, scale = torch.tensor([1]), torch.ones(2, HEADS, 64)
+    for state, options, words in (
+        (half, {"rand_seed": torch.tensor([1, 2])}, "rand_seed must have 1 element"),
+        (half, {"rand_seed": seed, "philox_rounds": 0}, "philox_rounds must be above 0; got 0"),
+        (half, {"rand_seed": seed, "state_scale": scale}, "state_scale must be given with .*, and with no other"),
+        (ints, {}, "state_scale must be given with an int8 or int16 state, and is missing"),
+        (ints, {"state_scale": scale[:1]}, "state_scale must have shape"),
+        (
+            ints,
+            {"state_scale": scale, "intermediate_states_buffer": ints[:, None].clone()},
+            "intermediate_state_scales must be given with .*, and are missing",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            selective_state_update(state, **inputs((2,), "cpu"), **options)
+
+
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"backend": "triton"}, ValueError, "backend must be one of"),
     ({"algorithm": "fast"}, ValueError, "algorithm must be one of"),
-    ({"rand_seed": torch.zeros(1)}, ValueError, "rand_seed must be None"),
-    ({"state_scale": torch.zeros(1)}, ValueError, "state_scale must be None"),
-    ({"A": torch.zeros(HEADS, 64, 128)}, ValueError, "A must hold one number for each head"),
-    ({"dt": torch.zeros(2, HEADS, 64)}, ValueError, "dt must hold one number for each head"),
+    ({"rand_seed": 3}, TypeError, "rand_seed must be an int64 tensor of 1 element; got int"),
+    ({"rand_seed": torch.zeros(1, dtype=torch.int64)}, ValueError, "rand_seed must come with a float16 state; got f"),
+    ({"state_scale": torch.zeros(2, HEADS, 64)}, ValueError, "state_scale must be given with an int8 or int16"),
+    ({"A": torch.zeros(HEADS, 64, 64)}, ValueError, "A must have shape"),
     ({"B": torch.zeros(2, 3, 128, dtype=BF16), "C": torch.zeros(2, 3, 128, dtype=BF16)}, ValueError,
      "B must have a number of heads that divides 4"),
     ({"C": torch.zeros(2, GROUPS, 64, dtype=BF16)}, ValueError, "C must have shape"),

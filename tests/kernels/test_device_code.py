@@ -22,6 +22,7 @@ import pytest
 from fi_core.aot import specs
 from fi_core.registry import ops
 from fi_core.runtime.build import compiler, nvrtc, sources, toolchain
+from fi_core.runtime.dispatch import Request, choose
 from fi_core.runtime.resolve import built
 from fi_core.runtime.spec.op import Spec
 from fi_core.runtime.spec.target import Target
@@ -57,6 +58,7 @@ NARROW = {
     "rope": r"_1",
     "rope_quantize": r"_1",
     "prefill_plan": r"prefill_plan",
+    "selective_state_update": r"_elements",
     "single_attention": r"combine_chunks",
 }
 # Bytes of stack that kernels of an op may have, on one architecture or on all. MLA has two to twenty registers too few,
@@ -122,7 +124,14 @@ def entries_of(spec: Spec) -> list[str]:
     return [entry.name for entry in unit.entries]
 
 
+def states_of_few_bits(arch: str) -> list[Spec]:
+    """selective_state_update of states that no package has: fp16 ones are rounded at random, others are integers."""
+    op, target = ops()["selective_state_update"], Target("cuda", arch)
+    return [choose(Request.of(op, target, {"state": state})).spec for state in ("f16", "i16", "i8")]
+
+
 CHECKED = [*of_arch("80"), *of_arch(TUNED), *(spec for arch in ("89", "100a", "120a") for spec in one_of_each(arch))]
+CHECKED += [spec for arch in ("80", TUNED) for spec in states_of_few_bits(arch)]
 
 
 def image(spec: Spec) -> Path:

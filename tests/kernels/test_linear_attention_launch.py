@@ -1,4 +1,4 @@
-"""The launches of chunk_gated_delta_rule without a GPU: which kernels run for few and many states, and their grids."""
+"""The launches of linear attention without a GPU: which kernels run for few and many states, and their grids."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fi_core.gdn_prefill import _sizes
-from fi_core.linear_attention.ops import CHUNK_GATED_DELTA_RULE
+from fi_core.linear_attention.ops import CHUNK_GATED_DELTA_RULE, SELECTIVE_STATE_UPDATE
 from fi_core.runtime.dispatch import Request, choose
 from fi_core.runtime.launch.kernel import Launch, launches, rehearse
 from fi_core.runtime.spec.target import Target
@@ -65,3 +65,34 @@ def test_segments_are_mapped_and_carried() -> None:
     for channel in (False, True):
         entries = [launch.entry for launch in prefill("90a", 1, 4, channel, 256)]
         assert entries == ["prepare_chunks", "map_segments", "carry_states", "chunk_states_64"]
+
+
+def update(state: torch.dtype, **changes: Any) -> Launch:
+    """Of 2 requests with 3 heads of 38 rows, on a device of 132 SMs."""
+    short = {torch.float32: "f32", torch.float16: "f16", torch.int16: "i16", torch.int8: "i8"}[state]
+    choice = choose(Request.of(SELECTIVE_STATE_UPDATE, Target("cuda", "90a"), {"state": short}))
+    kernel = rehearse(choice.spec, 132, SHARED["90a"])
+    x, shared = torch.empty(2, 3, 38, dtype=torch.bfloat16), torch.empty(2, 1, 128, dtype=torch.bfloat16)
+    arguments: dict[str, Any] = {
+        "out": x, "state": torch.empty(2, 3, 38, 128, dtype=state), "x": x, "dt": torch.empty(2, 3, 1).expand(2, 3, 38),
+        "A": torch.empty(3, 1, 1).expand(3, 38, 128), "B": shared, "C": shared,
+    }  # fmt: skip
+    kernel.run(*in_order(SELECTIVE_STATE_UPDATE, arguments | changes))
+    [launch] = launches(kernel.module)
+    return launch
+
+
+def test_states_whose_numbers_are_of_elements() -> None:
+    """A warp has a row: 3 heads of 2 requests with 10 CTAs of 4 rows each."""
+    assert update(torch.float32).entry != "selective_state_update_elements"
+    scale, seed = torch.empty(2, 3, 38), torch.empty(1, dtype=torch.int64)
+    for launch in (
+        update(torch.float32, dt=torch.empty(2, 3, 38)),
+        update(torch.float32, A=torch.empty(3, 38, 128)),
+        update(torch.float32, D=torch.empty(3, 38)),
+        update(torch.float32, dt_bias=torch.empty(3, 38)),
+        update(torch.float16, rand_seed=seed),
+        update(torch.int16, state_scale=scale),
+        update(torch.int8, state_scale=scale),
+    ):
+        assert (launch.entry, launch.grid[0]) == ("selective_state_update_elements", 2 * 3 * 10)

@@ -18,7 +18,7 @@ _ENTRY_CTAS, _PASS_CTAS = 4, 4
 
 
 class RecurrentConfig(NamedTuple):
-    once: int  # 1: takes one token of each row and stores nothing but the last state
+    once: int  # 1: takes one token of each row and stores nothing but the last state; 2: a warp has one row of a state
     rows_per_pass: int  # of a state, of a CTA; once: of a warp
     entry_ctas: int  # for each SM, so that the entry is taken
     pass_ctas: int  # for each SM, so that a CTA makes several passes
@@ -103,8 +103,11 @@ RECURRENT_GATED_DELTA_RULE = Op(
 
 def _selective_unit(axes: Values) -> Unit:
     dtype, state, columns = DTYPES[axes["dtype"]], DTYPES[axes["state"]], axes["dstate"]
-    entries = [_once_entry("selective_state_update", dtype.device, state, columns)]
-    for rows in _rows_of_lane(columns):
+    body = f"selective_state_update_elements<{dtype.device}, {state.device}, {columns}>"
+    entries = [Entry("selective_state_update_elements", body, _THREADS, RecurrentConfig(2, _THREADS // 32, 0, 0))]
+    if state in _STATES:
+        entries.append(_once_entry("selective_state_update", dtype.device, state, columns))
+    for rows in _rows_of_lane(columns) if state in _STATES else ():
         body = f"selective_state_update<{dtype.device}, {state.device}, {columns}, {rows}>"
         config = _recurrent_config(rows)
         entries.append(
@@ -121,6 +124,7 @@ def _selective_unit(axes: Values) -> Unit:
 
 
 _FLOATS = ("bf16", "f16", "f32")
+_STATES = (DTYPES["f32"], DTYPES["bf16"], DTYPES["f16"])  # others hold integers with a scale of each row
 SELECTIVE_STATE_UPDATE = Op(
     name="selective_state_update",
     family="linear_attention",
@@ -128,13 +132,14 @@ SELECTIVE_STATE_UPDATE = Op(
     "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, Tensor? state_batch_indices=None, "
     "Tensor? dst_state_batch_indices=None, int pad_slot_id=-1, bool disable_state_update=False, "
     "Tensor(c!)? intermediate_states_buffer=None, Tensor? intermediate_state_indices=None, Tensor? cu_seqlens=None, "
-    "Tensor? num_accepted_tokens=None, bool? enable_pdl=None",
+    "Tensor? num_accepted_tokens=None, Tensor(d!)? state_scale=None, Tensor(e!)? intermediate_state_scales=None, "
+    "Tensor? rand_seed=None, int philox_rounds=10, bool? enable_pdl=None",
     fields={
         "dtype": Field(_FLOATS, "bf16"),
-        "state": Field(("f32", "bf16", "f16"), "f32"),
+        "state": Field(("f32", "bf16", "f16", "i16", "i8"), "f32"),
         "dstate": Field(None, 128),
     },
-    axes={"dtype": _FLOATS, "state": ("f32", "bf16", "f16"), "dstate": _STATE_COLUMNS},
+    axes={"dtype": _FLOATS, "state": ("f32", "bf16", "f16", "i16", "i8"), "dstate": _STATE_COLUMNS},
     config=RecurrentConfig,
     implementations=(
         Implementation("cpu", ON_CPU),

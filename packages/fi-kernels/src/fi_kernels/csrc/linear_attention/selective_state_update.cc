@@ -13,15 +13,121 @@ namespace fi {
 namespace {
 
 #if !FI_CUDA
+bool is_integer(DType dtype) { return dtype == kI8 || dtype == kI16; }
+
+// Moves one row of a state to floats and back: floats, or integers with a scale. strides of the last two dimensions.
+struct StateRow {
+  const SelectiveStateUpdateParams& p;
+  DType dtype;
+
+  void load(const void* from, const float* scale, float* x) const {
+    if (!is_integer(dtype)) return cpu::row_loader(dtype)(from, x, p.dstate);
+    for (int64_t i = 0; i < p.dstate; ++i)
+      x[i] = *scale * static_cast<float>(dtype == kI8 ? static_cast<const int8_t*>(from)[i]
+                                                      : static_cast<const int16_t*>(from)[i]);
+  }
+  // place: of the row among all, and the token, for random numbers.
+  void store(float* x, void* to, float* scale, int64_t place, int64_t t) const {
+    if (is_integer(dtype)) return store_integers(x, to, scale);
+    if (p.seed)
+      for (int64_t i = 0; i < p.dstate; ++i)
+        x[i] = round_to_half(x[i], state_random(p, place, static_cast<int>(t), static_cast<int>(i)).x[i / 32 % 4]);
+    cpu::row_storer(dtype)(x, to, p.dstate);
+  }
+
+ private:
+  void store_integers(const float* x, void* to, float* scale) const {
+    const float limit = dtype == kI8 ? 127.f : 32767.f;
+    float most = 0.f;
+    for (int64_t i = 0; i < p.dstate; ++i) most = std::max(most, std::fabs(x[i]));
+    *scale = most > 0.f ? most / limit : 1.f;
+    for (int64_t i = 0; i < p.dstate; ++i) {
+      const float q = std::clamp(std::rint(x[i] / *scale), -limit, limit);
+      if (dtype == kI8) {
+        static_cast<int8_t*>(to)[i] = static_cast<int8_t>(q);
+      } else {
+        static_cast<int16_t*>(to)[i] = static_cast<int16_t>(q);
+      }
+    }
+  }
+};
+
+// One state of a row and a head, and where its rows lie.
+struct CpuState {
+  const SelectiveStateUpdateParams& p;
+  DType dtype;
+  int64_t n, h;
+
+  void load(int64_t slot, float* state) const {
+    for (int64_t r = 0; r < p.dim; ++r) row().load(state_at(slot, r), scale_at(slot, r), state + r * p.dstate);
+  }
+  void store(const float* state, int64_t slot, int64_t t, float* x) const {
+    each(state, x, [&](int64_t r) { row().store(x, state_at(slot, r), scale_at(slot, r), place(r), t); });
+  }
+  void keep(const float* state, int64_t kept, int64_t t, float* x) const {
+    const int64_t *to = p.intermediate_strides, *own = p.intermediate_scale_strides;
+    each(state, x, [&](int64_t r) {
+      float* scale = p.intermediate_scale;
+      if (scale) scale += kept * own[0] + t * own[1] + h * own[2] + r * own[3];
+      row().store(x, bytes_at(p.intermediate, kept * to[0] + t * to[1] + h * to[2] + r * to[3]), scale, place(r), t);
+    });
+  }
+
+ private:
+  StateRow row() const { return {p, dtype}; }
+  int64_t place(int64_t r) const { return (n * p.heads.value + h) * p.dim + r; }
+  char* bytes_at(void* base, int64_t i) const { return static_cast<char*>(base) + i * dtype.bytes(); }
+  char* state_at(int64_t slot, int64_t r) const {
+    return bytes_at(p.state, slot * p.state_strides[0] + h * p.state_strides[1] + r * p.state_strides[2]);
+  }
+  float* scale_at(int64_t slot, int64_t r) const {
+    return p.scale ? p.scale + slot * p.scale_strides[0] + h * p.scale_strides[1] + r * p.scale_strides[2] : nullptr;
+  }
+  // f(row) with a copy of the row in x.
+  template <class F>
+  void each(const float* state, float* x, F&& f) const {
+    for (int64_t r = 0; r < p.dim; ++r) {
+      std::copy_n(state + r * p.dstate, p.dstate, x);
+      f(r);
+    }
+  }
+};
+
+// The step of a token: dt, its bias, A and D have a number for each head, or for each element.
+void step_cpu(const SelectiveStateUpdateParams& p, int64_t dt_at, int64_t h, float* state, const float* x,
+              const float* b, const float* c, float* out) {
+  const auto dt_of = [&](int64_t r) {
+    float dt = cpu::number(p.dt, dt_at + r * p.dt_dim_stride);
+    if (p.dt_bias.data) dt += cpu::number(p.dt_bias, h * p.dt_bias_stride + r * p.dt_bias_dim_stride);
+    return p.softplus ? cpu::softplus(dt) : dt;
+  };
+  const float* rate = p.a + h * p.a_stride;
+  if (p.a_dim_stride || p.a_column_stride || p.dt_dim_stride || p.dt_bias_dim_stride) {
+    for (int64_t r = 0; r < p.dim; ++r) {
+      float *s = state + r * p.dstate, sum = 0.f;
+      const float dt = dt_of(r);
+      for (int64_t i = 0; i < p.dstate; ++i) {
+        s[i] = std::exp(dt * rate[r * p.a_dim_stride + i * p.a_column_stride]) * s[i] + dt * x[r] * b[i];
+        sum += s[i] * c[i];
+      }
+      out[r] = sum;
+    }
+  } else {
+    const float dt = dt_of(0);
+    cpu::selective_step(state, std::exp(dt * *rate), dt, x, b, c, out, p.dim, p.dstate);
+  }
+  if (p.d.data)
+    for (int64_t r = 0; r < p.dim; ++r) out[r] += cpu::number(p.d, h * p.d_stride + r * p.d_dim_stride) * x[r];
+}
+
 void run_cpu(const SelectiveStateUpdateParams& p, DType dtype, DType state_dtype) {
   const cpu::LoadRow load = cpu::row_loader(dtype);
   const cpu::StoreRow store = cpu::row_storer(dtype);
   const int64_t bytes = dtype.bytes(), dim = p.dim, dstate = p.dstate, heads = p.heads.value;
-  const cpu::StateRows rows{state_dtype, dim, dstate, p.state_strides[2], p.state_strides[3]};
-  const cpu::StateRows kept{state_dtype, dim, dstate, p.intermediate_strides[3], p.intermediate_strides[4]};
-  cpu::for_rows(p.batch * heads, dim * dstate, dim * dstate + 2 * dstate + 3 * dim, [&](int64_t index, float* state) {
+  cpu::for_rows(p.batch * heads, dim * dstate, dim * dstate + 3 * dstate + 3 * dim, [&](int64_t index, float* state) {
     const int64_t n = index / heads, h = index % heads, g = h / p.group.value;
-    float *b = state + dim * dstate, *c = b + dstate, *x = c + dstate, *z = x + dim, *out = z + dim;
+    float *b = state + dim * dstate, *c = b + dstate, *row = c + dstate, *x = row + dstate, *z = x + dim,
+          *out = z + dim;
     int64_t first = 0, tokens = p.tokens;
     if (p.cu_seqlens) {
       const IndexTable offsets{p.cu_seqlens, 1, 0, p.cu_is_wide};
@@ -35,35 +141,25 @@ void run_cpu(const SelectiveStateUpdateParams& p, DType dtype, DType state_dtype
       return static_cast<char*>(const_cast<void*>(base)) +
              (n * strides[0] + (first + t) * strides[1] + head * strides[2]) * bytes;
     };
-    const auto slot_at = [&](int64_t s) {
-      return static_cast<char*>(p.state) + (s * p.state_strides[0] + h * p.state_strides[1]) * state_dtype.bytes();
-    };
-    rows.load(slot_at(slot), state);
+    const CpuState stored{p, state_dtype, n, h};
+    stored.load(slot, state);
     for (int64_t t = 0; t < tokens; ++t) {
       load(row_of(p.x, p.x_strides, t, h), x, dim);
       load(row_of(p.b, p.b_strides, t, g), b, dstate);
       load(row_of(p.c, p.c_strides, t, g), c, dstate);
-      float dt = cpu::number(p.dt, n * p.dt_strides[0] + (first + t) * p.dt_strides[1] + h * p.dt_strides[2]);
-      if (p.dt_bias.data) dt += cpu::number(p.dt_bias, h * p.dt_bias_stride);
-      if (p.softplus) dt = cpu::softplus(dt);
-      cpu::selective_step(state, std::exp(dt * p.a[h * p.a_stride]), dt, x, b, c, out, dim, dstate);
-      const float skip = p.d.data ? cpu::number(p.d, h * p.d_stride) : 0.f;
-      for (int64_t i = 0; i < dim; ++i) out[i] += skip * x[i];
+      step_cpu(p, n * p.dt_strides[0] + (first + t) * p.dt_strides[1] + h * p.dt_strides[2], h, state, x, b, c, out);
       if (p.z) {
         load(row_of(p.z, p.z_strides, t, h), z, dim);
         for (int64_t i = 0; i < dim; ++i) out[i] *= cpu::silu(z[i]);
       }
       store(out, row_of(p.out, p.out_strides, t, h), dim);
-      if (p.intermediate && p.intermediate_rows.or_row(n) >= 0)
-        kept.store(state, static_cast<char*>(p.intermediate) +
-                              (p.intermediate_rows.or_row(n) * p.intermediate_strides[0] +
-                               t * p.intermediate_strides[1] + h * p.intermediate_strides[2]) *
-                                  state_dtype.bytes());
-      if (p.each_token && !p.is_padding(p.to_slots.at(n, t))) rows.store(state, slot_at(p.to_slots.at(n, t)));
+      const int64_t kept = p.intermediate ? p.intermediate_rows.or_row(n) : -1;
+      if (kept >= 0) stored.keep(state, kept, t, row);
+      if (p.each_token && !p.is_padding(p.to_slots.at(n, t))) stored.store(state, p.to_slots.at(n, t), t, row);
     }
     const int64_t to = p.to_slots.data ? p.to_slots.at(n) : slot;
     if (p.updates_state && !p.each_token && to >= 0 && !(p.to_slots.data && to == p.pad_slot))
-      rows.store(state, slot_at(to));
+      stored.store(state, to, tokens - 1, row);
   });
 }
 #endif
@@ -82,7 +178,41 @@ void check_lengths(const Kernel& kernel, const SelectiveStateUpdateArgs& a, bool
            a.intermediate_states_buffer.shape_str().c_str());
 }
 
-// Of dt, A, D and dt_bias the first number of each head counts.
+// The stride of dimension i, 0 where it has one number.
+int64_t step_of(const Tensor& t, int i) { return t.size(i) > 1 ? t.stride(i) : 0; }
+
+// Scales of rows of integers, and the seed that rounds fp16 states; raises unless they fit the state.
+void take_rounding(const SelectiveStateUpdateArgs& a, Dim& slots, Dim& heads, Dim& dim, SelectiveStateUpdateParams& p) {
+  const bool integers = a.state.dtype() == kI8 || a.state.dtype() == kI16;
+  FI_CHECK(bool{a.state_scale} == integers, ValueError, "state_scale must be given with an int8 or int16 state, and %s",
+           integers ? "is missing" : "with no other");
+  if (integers) {
+    a.state_scale.is({kF32}).on(a.state).shape(slots, heads, dim);
+    p.scale = a.state_scale.data<float>();
+    strides_of(a.state_scale, p.scale_strides);
+  }
+  const bool kept = integers && a.intermediate_states_buffer;
+  FI_CHECK(bool{a.intermediate_state_scales} == kept, ValueError,
+           "intermediate_state_scales must be given with an intermediate_states_buffer of int8 or int16, and %s",
+           kept ? "are missing" : "with no other");
+  if (kept) {
+    Dim rows{"rows", a.intermediate_states_buffer.size(0)}, steps{"steps", a.intermediate_states_buffer.size(1)};
+    a.intermediate_state_scales.is({kF32}).on(a.state).shape(rows, steps, heads, dim);
+    p.intermediate_scale = a.intermediate_state_scales.data<float>();
+    strides_of(a.intermediate_state_scales, p.intermediate_scale_strides);
+  }
+  if (!a.rand_seed) return;
+  FI_CHECK(a.state.dtype() == kF16, ValueError, "rand_seed must come with a float16 state; got %s",
+           a.state.dtype().str().c_str());
+  FI_CHECK(a.rand_seed.numel() == 1, ValueError, "rand_seed must have 1 element; got %s",
+           a.rand_seed.shape_str().c_str());
+  FI_CHECK(a.philox_rounds > 0, ValueError, "philox_rounds must be above 0; got %lld",
+           static_cast<long long>(a.philox_rounds));
+  a.rand_seed.is({kI64}).on(a.state);
+  p.seed = a.rand_seed.data<int64_t>();
+  p.rounds = static_cast<int32_t>(a.philox_rounds);
+}
+
 SelectiveStateUpdateRequest request_of(const SelectiveStateUpdateArgs& a) {
   return {a.x.dtype(), a.state.dtype(), a.state.size_or_0(-1)};
 }
@@ -91,7 +221,7 @@ void selective_state_update(const Kernel& kernel, const SelectiveStateUpdateArgs
   // 1 check
   Dim slots{"slots"}, heads{"heads"}, dim{"dim"}, dstate{"dstate"}, batch{"batch"}, tokens{"tokens", 1};
   Dim groups{"groups"}, total{"total_tokens"};
-  a.state.is({kF32, kBF16, kF16}).inner_contiguous().shape(slots, heads, dim, dstate);
+  a.state.is({kF32, kBF16, kF16, kI16, kI8}).inner_contiguous().shape(slots, heads, dim, dstate);
   a.x.is({kF32, kF16, kBF16}).on(a.state).inner_contiguous();
   a.dt.is({kF32, kF16, kBF16}).on(a.state);
   a.B.like(a.x).inner_contiguous();
@@ -155,6 +285,7 @@ void selective_state_update(const Kernel& kernel, const SelectiveStateUpdateArgs
     strides_of(a.intermediate_states_buffer, p.intermediate_strides);
     p.intermediate_rows = index_table(a.intermediate_state_indices, a.state, batch, 0);
   }
+  take_rounding(a, slots, heads, dim, p);
   if (batch == 0 || tokens == 0 || heads == 0 || dim == 0 || (packed && total == 0)) return;
   p.group = head_group(a.B, groups, heads);
   if (kernel.checks_contents(a.state.device())) {
@@ -194,8 +325,12 @@ void selective_state_update(const Kernel& kernel, const SelectiveStateUpdateArgs
   p.c = a.C.data();
   p.dt = numbers_of(a.dt);
   p.a = a.A.data<float>();
-  if (a.D) p.d = numbers_of(a.D), p.d_stride = a.D.stride(0);
-  if (a.dt_bias) p.dt_bias = numbers_of(a.dt_bias), p.dt_bias_stride = a.dt_bias.stride(0);
+  if (a.D) p.d = numbers_of(a.D), p.d_stride = a.D.stride(0), p.d_dim_stride = step_of(a.D, 1);
+  if (a.dt_bias)
+    p.dt_bias = numbers_of(a.dt_bias), p.dt_bias_stride = a.dt_bias.stride(0),
+    p.dt_bias_dim_stride = step_of(a.dt_bias, 1);
+  p.dt_dim_stride = step_of(a.dt, token_axis + 2);
+  p.a_dim_stride = step_of(a.A, 1), p.a_column_stride = step_of(a.A, 2);
   if (packed) p.cu_seqlens = a.cu_seqlens.data(), p.cu_is_wide = a.cu_seqlens.dtype().bits == 64;
   if (a.num_accepted_tokens)
     p.accepted = a.num_accepted_tokens.data(), p.accepted_is_wide = a.num_accepted_tokens.dtype().bits == 64;
@@ -216,10 +351,20 @@ void selective_state_update(const Kernel& kernel, const SelectiveStateUpdateArgs
     FI_CHECK(t.row_alignment(16) == 16, ValueError,
              "%s must have rows that are 16-byte aligned; got address %p, shape %s", t.name(), t.data(),
              t.shape_str().c_str());
+  const bool elements = p.scale || p.seed || p.d_dim_stride || p.dt_bias_dim_stride || p.dt_dim_stride ||
+                        p.a_dim_stride || p.a_column_stride;
   p.vectors = a.B.row_alignment(16) == 16 && a.C.row_alignment(16) == 16;
   const int64_t states = batch * heads, sms = kernel.multiprocessors(a.state.device());
   const bool once =
       tokens == 1 && !packed && !p.intermediate && !p.each_token && p.vectors && p.state_strides[2] == dstate;
+  if (elements) {
+    const Entry& entry = kernel.first_entry([](const Entry& e) { return SelectiveStateUpdateConfig::of(e).once == 2; });
+    p.rows_per_cta = static_cast<int32_t>(SelectiveStateUpdateConfig::of(entry).rows_per_pass);
+    p.tiles = divisor(static_cast<uint32_t>((dim + p.rows_per_cta - 1) / p.rows_per_cta));
+    Launch launch{states * p.tiles.value};
+    launch.pdl = kernel.pdl(a.enable_pdl);
+    return kernel.launch(entry, launch, a.state.device(), p);
+  }
   const OnceCta one = once ? once_cta<SelectiveStateUpdateConfig>(kernel, states, dim, sms) : OnceCta{};
   const RowsOfCta cta =
       one.entry ? RowsOfCta{one.entry, one.rows} : rows_of_cta<SelectiveStateUpdateConfig>(kernel, states, dim, sms);

@@ -38,8 +38,8 @@ struct DType {
   }
 };
 constexpr DType kF32{kDLFloat, 32}, kF16{kDLFloat, 16}, kBF16{kDLBfloat, 16}, kE4M3{kDLFloat8_e4m3fn, 8},
-    kE5M2{kDLFloat8_e5m2, 8}, kI32{kDLInt, 32}, kI64{kDLInt, 64}, kU8{kDLUInt, 8}, kU16{kDLUInt, 16}, kU32{kDLUInt, 32},
-    kBool{kDLBool, 8}, kE2M1{kDLFloat4_e2m1fn, 4};
+    kE5M2{kDLFloat8_e5m2, 8}, kI8{kDLInt, 8}, kI16{kDLInt, 16}, kI32{kDLInt, 32}, kI64{kDLInt, 64}, kU8{kDLUInt, 8},
+    kU16{kDLUInt, 16}, kU32{kDLUInt, 32}, kBool{kDLBool, 8}, kE2M1{kDLFloat4_e2m1fn, 4};
 
 // One symbol of a shape: the first tensor that names it binds it, later ones must agree.
 struct Dim {

@@ -67,9 +67,10 @@ RowsOfCta rows_of_cta(const Kernel& kernel, int64_t states, int64_t rows, int64_
   const auto leaves = [=](int64_t own, int64_t ctas) {
     return states * ((rows + own - 1) / own) >= ctas * multiprocessors;
   };
-  const Entry* best = &kernel.first_entry([](const Entry& entry) { return !Config::of(entry).once; });
+  const Entry* best = &kernel.first_entry([](const Entry& entry) { return Config::of(entry).once == 0; });
   for (const Entry& entry : kernel.entries)
-    if (!Config::of(entry).once && leaves(Config::of(entry).rows_per_pass, Config::of(entry).entry_ctas)) best = &entry;
+    if (Config::of(entry).once == 0 && leaves(Config::of(entry).rows_per_pass, Config::of(entry).entry_ctas))
+      best = &entry;
   int64_t own = Config::of(*best).rows_per_pass;
   while (2 * own <= rows && leaves(2 * own, Config::of(*best).pass_ctas)) own *= 2;
   return {best, own};
@@ -85,7 +86,7 @@ template <class Config>
 OnceCta once_cta(const Kernel& kernel, int64_t states, int64_t rows, int64_t multiprocessors) {
   for (const Entry& entry : kernel.entries) {
     const int64_t own = Config::of(entry).rows_per_pass;
-    if (!Config::of(entry).once || rows % own != 0) continue;
+    if (Config::of(entry).once != 1 || rows % own != 0) continue;
     const int64_t warps = states * (rows / own);
     for (int64_t count = warps >= 32 * multiprocessors ? 1 : 4;; count /= 2)
       if (count == 1 || (rows % (count * own) == 0 && 4 * warps >= 3 * count * multiprocessors))

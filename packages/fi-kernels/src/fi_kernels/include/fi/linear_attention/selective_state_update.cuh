@@ -181,4 +181,118 @@ FI_DEVICE void selective_state_update_once(const SelectiveStateUpdateParams& p) 
   pdl_launch_dependents();
 }
 
+// A row of a state of kColumns numbers a lane: floats, or integers with a scale.
+template <class S, int kColumns>
+FI_DEVICE void store_state_row(const SelectiveStateUpdateParams& p, S* to, float* scale, float (&x)[kColumns],
+                               int64_t row, int t) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (kIsSame<S, int8_t> || kIsSame<S, int16_t>) {
+    constexpr float kMost = sizeof(S) == 1 ? 127.f : 32767.f;
+    float most = 0.f;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) most = fmaxf(most, fabsf(x[i]));
+    most = warp_max(most);
+    const float step = most > 0.f ? most / kMost : 1.f;
+    if (lane == 0) *scale = step;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i)
+      to[lane + 32 * i] = static_cast<S>(fminf(fmaxf(rintf(x[i] / step), -kMost), kMost));
+  } else {
+    if constexpr (kIsSame<S, __half>) {
+      if (p.seed) {
+#pragma unroll
+        for (int i = 0; i < kColumns; i += 4) {
+          const Random bits = state_random(p, row, t, lane + 32 * i);
+#pragma unroll
+          for (int e = 0; e < 4 && i + e < kColumns; ++e)
+            to[lane + 32 * (i + e)] = from_float<S>(round_to_half(x[i + e], bits.x[e]));
+        }
+        return;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) to[lane + 32 * i] = from_float<S>(x[i]);
+  }
+}
+
+// The same for numbers of each element, states of integers and stochastic rounding: a warp has one row of a state.
+template <class T, class S, int kK>
+FI_DEVICE void selective_state_update_elements(const SelectiveStateUpdateParams& p) {
+  constexpr int kColumns = kK / 32;
+  constexpr bool kIntegers = kIsSame<S, int8_t> || kIsSame<S, int16_t>;
+  const uint32_t head_row = divide(blockIdx.x, p.tiles), b = divide(head_row, p.heads);
+  const int h = head_row - b * p.heads.value, tile = blockIdx.x - head_row * p.tiles.value, lane = threadIdx.x % 32;
+  const int row = tile * p.rows_per_cta + threadIdx.x / 32;
+  pdl_wait();
+  int64_t begin = 0;
+  int tokens = p.tokens;
+  if (p.cu_seqlens) {
+    const IndexTable offsets{p.cu_seqlens, 1, 0, p.cu_is_wide};
+    begin = offsets.at(b);
+    tokens = static_cast<int>(offsets.at(b + 1) - begin);
+  }
+  int64_t start = 0;
+  if (p.accepted) start = IndexTable{p.accepted, 1, 0, p.accepted_is_wide}.at(b) - 1;
+  const int64_t slot = load_index(p.slots, b, start > 0 ? start : 0), group = divide(h, p.group);
+  pdl_launch_dependents();
+  if (row >= p.dim || tokens <= 0 || p.is_padding(slot)) return;
+  const auto at = [&](const void* base, const int64_t (&strides)[3], int64_t head) {
+    return static_cast<const T*>(base) + b * strides[0] + begin * strides[1] + head * strides[2];
+  };
+  S* states = static_cast<S*>(p.state) + h * p.state_strides[1] + row * p.state_strides[2];
+  float* scales = kIntegers ? p.scale + h * p.scale_strides[1] + row * p.scale_strides[2] : nullptr;
+  const auto scale_of = [&](int64_t s) { return kIntegers ? scales + s * p.scale_strides[0] : nullptr; };
+  const int64_t place = (static_cast<int64_t>(b) * p.heads.value + h) * p.dim + row;  // of random numbers
+  float x[kColumns], rate[kColumns];
+  const float factor = kIntegers ? *scale_of(slot) : 1.f;
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) {
+    const S stored = states[slot * p.state_strides[0] + lane + 32 * i];
+    if constexpr (kIntegers) {
+      x[i] = factor * static_cast<float>(stored);
+    } else {
+      x[i] = to_float(stored);
+    }
+    rate[i] = p.a[h * p.a_stride + row * p.a_dim_stride + (lane + 32 * i) * p.a_column_stride];
+  }
+  const float bias = p.dt_bias.data ? number(p.dt_bias, h * p.dt_bias_stride + row * p.dt_bias_dim_stride) : 0.f;
+  const float skip = p.d.data ? number(p.d, h * p.d_stride + row * p.d_dim_stride) : 0.f;
+  for (int t = 0; t < tokens; ++t) {
+    const int64_t dt_at =
+        b * p.dt_strides[0] + (begin + t) * p.dt_strides[1] + h * p.dt_strides[2] + row * p.dt_dim_stride;
+    float dt = number(p.dt, dt_at) + bias, sum = 0.f;
+    if (p.softplus) dt = softplus(dt);
+    const float value = to_float(at(p.x, p.x_strides, h)[t * p.x_strides[1] + row]);
+    const T *in = at(p.b, p.b_strides, group) + t * p.b_strides[1],
+            *weights = at(p.c, p.c_strides, group) + t * p.c_strides[1];
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      x[i] = expf(dt * rate[i]) * x[i] + dt * value * to_float(in[lane + 32 * i]);
+      sum += x[i] * to_float(weights[lane + 32 * i]);
+    }
+    sum = warp_sum(sum) + skip * value;
+    if (p.z) {
+      const float gate = to_float(at(p.z, p.z_strides, h)[t * p.z_strides[1] + row]);
+      sum *= CudaMath::scaled_sigmoid(gate, gate);
+    }
+    if (lane == 0) const_cast<T*>(at(p.out, p.out_strides, h))[t * p.out_strides[1] + row] = from_float<T>(sum);
+    if (p.intermediate) {
+      const int64_t kept = p.intermediate_rows.or_row(b);
+      const int64_t *strides = p.intermediate_strides, *own = p.intermediate_scale_strides;
+      if (kept >= 0)
+        store_state_row(
+            p, static_cast<S*>(p.intermediate) + kept * strides[0] + t * strides[1] + h * strides[2] + row * strides[3],
+            kIntegers ? p.intermediate_scale + kept * own[0] + t * own[1] + h * own[2] + row * own[3] : nullptr, x,
+            place, t);
+    }
+    if (p.each_token) {
+      const int64_t own = p.to_slots.at(b, t);
+      if (!p.is_padding(own)) store_state_row(p, states + own * p.state_strides[0], scale_of(own), x, place, t);
+    }
+  }
+  const int64_t to = p.to_slots.data ? load_index(p.to_slots, b) : slot;
+  if (p.updates_state && !p.each_token && to >= 0 && !(p.to_slots.data && to == p.pad_slot))
+    store_state_row(p, states + to * p.state_strides[0], scale_of(to), x, place, tokens - 1);
+}
+
 }  // namespace fi

@@ -1,14 +1,7 @@
 // Computes probabilities as integer weights, and random numbers, with the same bits on every device; integer sums do
 // not round.
 #pragma once
-#include "fi/types.h"
-
-// Inlined into each clone of a CPU worker (see fi/cpu/target.h) and into kernels.
-#if defined(__CUDACC__)
-#define FI_EXACT __host__ __device__ __forceinline__
-#else
-#define FI_EXACT inline __attribute__((always_inline))
-#endif
+#include "fi/exact.h"
 
 namespace fi::sampling {
 
@@ -18,8 +11,6 @@ FI_EXACT float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 FI_EXACT float mul_rn(float a, float b) { return __fmul_rn(a, b); }
 FI_EXACT float add_rn(float a, float b) { return __fadd_rn(a, b); }
 FI_EXACT double mul_rn(double a, double b) { return __dmul_rn(a, b); }
-FI_EXACT uint32_t bits_of(float x) { return __float_as_uint(x); }
-FI_EXACT float from_bits(uint32_t x) { return __uint_as_float(x); }
 // x >> by, and 0 where by is at least the width, as the hardware instruction does.
 FI_EXACT uint32_t shift_right(uint32_t x, uint32_t by) {
   uint32_t y;
@@ -39,16 +30,6 @@ FI_EXACT float fma_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c
 FI_EXACT float mul_rn(float a, float b) { return a * b; }
 FI_EXACT float add_rn(float a, float b) { return a + b; }
 FI_EXACT double mul_rn(double a, double b) { return a * b; }
-FI_EXACT uint32_t bits_of(float x) {
-  uint32_t y;
-  __builtin_memcpy(&y, &x, sizeof y);
-  return y;
-}
-FI_EXACT float from_bits(uint32_t x) {
-  float y;
-  __builtin_memcpy(&y, &x, sizeof y);
-  return y;
-}
 FI_EXACT uint32_t shift_right(uint32_t x, uint32_t by) { return (x >> (by & 31u)) & (0u - uint32_t(by < 32u)); }
 FI_EXACT uint64_t shift_right(uint64_t x, uint32_t by) { return by < 64 ? x >> by : 0; }
 FI_EXACT float min_number(float a, float b) { return a < b ? a : b; }
@@ -164,25 +145,6 @@ FI_EXACT float logit_ratio(float x, const Scale& s) {
 }
 FI_EXACT float prob_ratio(float x, const Scale& s) { return mul_rn(min_number(x, s.maximum), s.factor); }
 
-// Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): 128 random bits of a counter.
-struct Random {
-  uint32_t x[4];
-};
-FI_EXACT Random philox(uint64_t seed, uint64_t offset, uint64_t subsequence) {
-  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-  uint32_t c0 = static_cast<uint32_t>(offset), c1 = static_cast<uint32_t>(offset >> 32);
-  uint32_t c2 = static_cast<uint32_t>(subsequence), c3 = static_cast<uint32_t>(subsequence >> 32);
-#if defined(__CUDACC__)
-#pragma unroll 1
-#endif
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t a = uint64_t{0xD2511F53u} * c0, b = uint64_t{0xCD9E8D57u} * c2;
-    const uint32_t n0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ k0, n2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1;
-    c0 = n0, c1 = static_cast<uint32_t>(b), c2 = n2, c3 = static_cast<uint32_t>(a);
-    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-  }
-  return {{c0, c1, c2, c3}};
-}
 FI_EXACT uint64_t random_u64(const Random& r) { return uint64_t{r.x[1]} << 32 | r.x[0]; }
 // Uniform over 0 ... total - 1, from 64 random bits (bias below total / 2^64).
 FI_EXACT uint64_t uniform_below(uint64_t total, uint64_t random) { return high_product(random, total); }

@@ -89,6 +89,24 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("fused_moe.trtllm_fp8_block_scale_moe", "weights: MajorMn", "use MajorK or BlockMajorK"),
         Row("fused_moe.trtllm_fp8_block_scale_moe", "hidden_states_scale: `[tokens, hidden / 128]`",
             "hidden_states_scale must have shape [2, 37]"),
+        *(Row("fused_moe.trtllm_fp4_block_scale_moe", f"weights: {name}, rows shuffled; scales: 128x4, rows shuffled")
+          for name in ("NVFP4", "MXFP4")),
+        Row("fused_moe.trtllm_fp4_block_scale_moe", "weights: NVFP4 in blocks `[experts, k / b, n, b / 2]`",
+            "gemm1_weights must have shape [experts, n, k / 2]"),
+        Row("fused_moe.trtllm_fp4_block_scale_moe", "hidden_states_scale: `[tokens, hidden / 16]` of NVFP4"),
+        Row("fused_moe.trtllm_fp4_block_scale_moe", "hidden_states_scale: `[tokens, hidden / 32]` of MXFP8"),
+        Row("fused_moe.trtllm_fp4_block_scale_moe",
+            "hidden_states_scale: `[tokens, hidden / 16]`, hidden_states_scale_layout: layout_linear"),
+        Row("fused_moe.trtllm_fp4_block_scale_moe",
+            "hidden_states_scale: in the 128x4 layout, hidden_states_scale_layout: layout_128x4",
+            "hidden_states_scale_layout must be layout_linear"),
+        Row("fused_moe.trtllm_fp4_block_scale_moe", "hidden_states_scale: in the 128x4 layout, not told",
+            "scales must have 592 elements in this layout"),
+        Row("fused_moe.trtllm_fp4_block_scale_moe", "scales: flat, of a size that blocks of 16 and of 32 have",
+            "gemm1_weights_scale must have shape [experts, n, k / block]"),
+        Row("fused_moe.trtllm_fp8_per_tensor_scale_moe", "weights: MajorK, rows shuffled"),
+        Row("fused_moe.trtllm_fp8_per_tensor_scale_moe", "weights: BlockMajorK, rows shuffled",
+            "gemm1_weights must have shape [experts, n, k]"),
     ),
     "Caches and page tables": (
         *(Row("append_paged_kv_cache", f"cache: {form}, {layout}")
@@ -97,11 +115,41 @@ TABLE: dict[str, tuple[Row, ...]] = {
           for form in ("a tuple", "one tensor") for layout in ("NHD", "HND")),
         Row("BatchDecodeWithPagedKVCacheWrapper", "cache: another kv_layout", "allowed are NHD, HND",
             backends=("auto",)),
+        *(Row("append_paged_kv_cache", f"kv_indices: {text}", words)
+          for text, words in (("int64, and kv_indptr", ""), ("longer than kv_indptr tells", ""),
+                              ("outside of the cache", "must name pages of the cache"))),
+        *(Row("BatchDecodeWithPagedKVCacheWrapper", f"kv_indices: {text}", backends=("auto", "fa2"))
+          for text in ("int64, and kv_indptr", "longer than kv_indptr tells")),
+        *(Row("BatchDecodeWithPagedKVCacheWrapper", f"kv_cache_sf: {form}, {layout}", backends=("auto", "fa2"))
+          for form in ("tuples", "one tensor") for layout in ("NHD", "HND")),
+        *(Row(function, f"cache and kv_cache_sf: {form}, {layout}") for form in ("tuples", "one tensor each")
+          for layout in ("NHD", "HND")
+          for function in ("nvfp4_quantize_append_paged_kv_cache", "nvfp4_kv_dequantize_paged")),
+        Row("nvfp4_kv_dequantize_paged", "block_tables: int64"),
+        *(Row("nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", f"slot_mapping: {text}")
+          for text in ("a slot of each row", "longer than the rows", "shorter than the rows, whose rest is left out")),
+        Row("append_paged_mla_kv_cache", "caches: views of one tensor"),
+        Row("append_paged_mla_kv_cache", "caches: tensors of their own"),
+        *(Row("mla.BatchMLAPagedAttentionWrapper", text, backends=("auto", "fa2"))
+          for text in ("caches: views of one tensor", "caches: tensors of their own",
+                       "kv_indices: longer than kv_indptr tells")),
         Row("mla.trtllm_batch_decode_with_kv_cache_mla", "cache: `[pages, page_size, 576]`", backends=("auto",)),
         Row("mla.trtllm_batch_decode_with_kv_cache_mla", "cache: `[pages, 1, page_size, 576]`", backends=("auto",)),
+        Row("mla.trtllm_batch_decode_with_kv_cache_mla", "block_tables: wider, with -1 behind the pages",
+            backends=("auto",)),
+        Row("mla.trtllm_batch_decode_with_kv_cache_mla", "block_tables: int64", "must be int32", backends=("auto",)),
+        Row("mla.trtllm_batch_decode_with_kv_cache_mla", "block_tables: `[batch, 2, pages]`",
+            "[batch_size, max_pages]", backends=("auto",)),
     ),
     "Sampling": (
         Row("sampling_from_probs", "indices: the row of probs of each sample"),
+        Row("sampling_from_probs", "indices: int64"),
+        Row("sampling_from_probs", "probs: rows of a wider tensor"),
+        *(Row(function, text) for function in ("top_k_renorm_probs", "top_p_renorm_probs")
+          for text in ("probs: contiguous rows", "probs: rows of a wider tensor", "threshold: a tensor of the rows")),
+        *(Row(function, text, words) for function in ("top_k_renorm_probs", "top_p_renorm_probs")
+          for text, words in (("probs: a transposed view", "innermost stride must be 1"),
+                              ("threshold: a tensor of another length", "one element for each of the 3 rows"))),
         Row("top_k_page_table_transform", "row_to_batch: the row of the page table of each row"),
         Row("top_k_page_table_transform", "row_starts and page_table_row_starts"),
         Row("top_k_page_table_transform", "row_starts alone, of pages of several tokens",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fi_core
-from families import moe_reference, test_mla, test_moe_trtllm
+from families import layouts_of_caches, moe_reference, test_mla, test_moe_trtllm
 from families.harness import rand
 from families.paged import paged
 from families.test_gemm_block_scaled import mxfp8, packed, scales, swizzled, wide
@@ -29,7 +29,7 @@ sys.modules["layouts"] = layouts
 spec.loader.exec_module(layouts)
 
 Case = Callable[[str, str], tuple[torch.Tensor, torch.Tensor]]  # (layout, backend) -> (result, reference)
-CASES: dict[str, Case] = {}
+CASES: dict[str, Case] = dict(layouts_of_caches.CASES)
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 M, N, K = 20, 256, 128
 moe: Any = fused_moe
@@ -287,6 +287,8 @@ CASES["fused_moe.trtllm_fp8_block_scale_moe"] = experts_of("fp8")
 @case("append_paged_kv_cache")
 def _(layout: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     form = {"a tuple": "tuple", "one tensor": "fused", "one strided tensor": "strided"}
+    if "kv_indices" in layout:
+        return layouts_of_caches.append_pages(layout, backend)
     kind, kv_layout = layout.removeprefix("cache: ").split(", ")
     b = paged((5, 17), kv_layout=kv_layout, form=form[kind])
     rows = [torch.cat(x) + 1 for x in (b.k, b.v)]
@@ -303,6 +305,9 @@ def _(layout: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @case("BatchDecodeWithPagedKVCacheWrapper")
 def _(layout: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if "kv_indices" in layout or "kv_cache_sf" in layout:
+        own = layouts_of_caches.decode_scaled if "kv_cache_sf" in layout else layouts_of_caches.decode_pages
+        return own(layout, backend)
     kv_layout = "HND" if "HND" in layout else "NHD"
     b = paged((5, 17), kv_layout=kv_layout, form="fused" if "one tensor" in layout else "tuple")
     room = torch.empty(8 << 20, dtype=torch.uint8)
@@ -322,8 +327,12 @@ def _(layout: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
 def _(layout: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     b = test_mla.batch((65, 3), 1, page_size=32)
     cache = b.cache.unsqueeze(1) if "1, page" in layout else b.cache
+    table = test_mla.block_tables(b)
+    if "wider" in layout:
+        table = torch.cat((table, torch.full((2, 4), -1, dtype=table.dtype)), 1)
+    table = table.long() if "int64" in layout else torch.stack((table, table), 1) if "2, pages" in layout else table
     out = trtllm_batch_decode_with_kv_cache_mla(
-        b.q.view(2, 1, 16, 576), cache, test_mla.workspace("cpu"), 128, 512, 64, test_mla.block_tables(b), b.kv_len,
+        b.q.view(2, 1, 16, 576), cache, test_mla.workspace("cpu"), 128, 512, 64, table, b.kv_len,
         65, bmm1_scale=test_mla.SCALE, **named(backend),
     )  # fmt: skip
     return out[:, 0], b.expected()[0]
@@ -331,8 +340,9 @@ def _(layout: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @case("sampling_from_probs")
 def _(layout: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = torch.tensor([2, 0, 0, 1], dtype=torch.int32)
-    return fi_core.sampling_from_probs(torch.eye(3)[[1, 2, 0]], rows), torch.tensor([0, 1, 1, 2])
+    rows = torch.tensor([2, 0, 0, 1], dtype=torch.int64 if "int64" in layout else torch.int32)
+    probs = layouts_of_caches.rows_of(layout, torch.eye(3)[[1, 2, 0]])
+    return fi_core.sampling_from_probs(probs, rows), torch.tensor([0, 1, 1, 2])
 
 
 def top_k(layout: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -368,7 +378,7 @@ CASES["top_k_page_table_transform"] = CASES["top_k_ragged_transform"] = top_k
 )
 def test_layout(row: Any, backend: str) -> None:
     if row.refusal:
-        with pytest.raises((ValueError, KeyError, FiError, NotImplementedError)) as found:
+        with pytest.raises((ValueError, KeyError, TypeError, FiError, NotImplementedError)) as found:
             CASES[row.function](row.layout, backend)
         assert row.refusal in str(found.value)
         return
@@ -377,7 +387,7 @@ def test_layout(row: Any, backend: str) -> None:
     if not want.is_floating_point():
         assert torch.equal(got.long(), want.long())
         return
-    limit = 6e-2 if "fp8_block" in row.function else 1e-2
+    limit = 6e-2 if "moe.trtllm_fp8" in row.function else 1e-2
     assert float((got.double() - want).norm()) <= limit * float(want.double().norm())
 
 

@@ -46,10 +46,20 @@ def _format(name: str, p: Projection) -> int:
     if p.weight.ndim != 3:
         raise ValueError(f"{name} must have shape [experts, n, k / 2]; got {list(p.weight.shape)}")
     experts, rows, half = p.weight.shape
-    for format, block in ((NVFP4, 16), (MXFP4, 32)):
-        columns = -(-2 * half // block)
-        if p.scale.numel() == experts * (-(-rows // 128) * 128) * (-(-columns // 4) * 4):
-            return format
+    fits = [
+        (format, block)
+        for format, block in ((NVFP4, 16), (MXFP4, 32))
+        if p.scale.numel() == experts * (-(-rows // 128) * 128) * (-(-2 * half // (4 * block)) * 4)
+    ]
+    if len(fits) > 1:  # of 64 columns or fewer: the last dimension tells, as in FlashInfer
+        fits = [(format, block) for format, block in fits if p.scale.ndim == 3 and p.scale.shape[2] * block == 2 * half]
+        if not fits:
+            raise ValueError(
+                f"{name}_scale must have shape [experts, n, k / block], as blocks of 16 and of 32 give its size; got "
+                f"{list(p.scale.shape)}"
+            )
+    if fits:
+        return fits[0][0]
     raise ValueError(
         f"{name}_scale must have the scales of 16 or 32 values of {name} in the 128x4 layout; got {list(p.scale.shape)}"
     )

@@ -104,6 +104,8 @@ def test_search_and_rank(tuner: AutoTuner) -> None:
     assert tuner.search_cache("gemm", runners, [(16, 16)], config) == (False, 0, -1, None)
     tuner.table[KEY] = ("Sleeper", 1)
     assert tuner.search_cache("gemm", runners, [(16, 16)], config) == (True, 0, 1, ((16, 16),))
+    assert tuner.search_cache("gemm", runners, [], config, [X]) == (True, 0, 1, ((16, 16),))
+    assert not tuner.search_cache("gemm", runners, [(16, 16)], config, require_profiling_policy=True)[0]
     big = [torch.zeros(64, 64)]
     assert tuner.rank_tactics("gemm", runners, config, big) == [1]
     assert tuner.rank_tactics("gemm", runners, config, big, 2) == [1, 64]

@@ -81,6 +81,27 @@ def test_aliases_of_arguments() -> None:
         bench_gpu_time(fn, args=(x,), l2_flush=True, num_iters=1, dry_run_iters=0)
 
 
+def test_timers_take_their_arguments_in_the_order_of_flashinfer() -> None:
+    """Positional calls bind what they mean: 1 warm-up call, 4 samples, and the arguments of the function."""
+    usual = 1, 4, 25, 100
+    rest = None, None, None, False
+    inputs = (torch.ones(2),), {"scale": 3}
+    seen = []
+
+    def call(x: torch.Tensor, scale: int = 1) -> None:
+        seen.append((x.shape, scale))
+
+    for timer, arguments in (
+        (testing.bench_gpu_time_with_cuda_event, (*usual, *rest, *inputs)),
+        (testing.bench_gpu_time_with_cudagraph, (*usual, 10, *rest, *inputs)),
+        (testing.bench_gpu_time_with_cupti, (*usual, *rest, False, *inputs)),
+    ):
+        assert len(np.asarray(timer(call, *arguments))) == 4, timer
+    assert set(seen) == {(torch.Size([2]), 3)}
+    with pytest.raises(TypeError, match="enable_cupti"):
+        testing.bench_gpu_time_with_cuda_event(call, enable_cupti=True)
+
+
 def test_calls_are_warmup_plus_estimate_plus_samples() -> None:
     calls = []
     bench_gpu_time(lambda t: calls.append(1), args=(torch.ones(1),), num_iters=7, dry_run_iters=3)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from fi_core.runtime.resolve import wait_for_begun
@@ -219,14 +220,18 @@ class AutoTuner:
         runners: Sequence[TunableRunner],
         input_shapes: Sequence[Sequence[int]],
         tuning_config: TuningConfig,
-        **kwargs: Any,
+        inputs: Sequence[Any] | None = None,
+        *,
+        require_profiling_policy: bool = False,
     ) -> tuple[bool, int, Any, Shapes | None]:
-        """Looks up the table for inputs of these shapes.
+        """Looks up the table for `inputs`, or for inputs of these shapes; no entry has a policy of profiling.
 
         Returns:
             (True, index of the runner, its tactic, the bucketed shapes), or (False, 0, -1, None).
         """
-        inputs = [_Shaped(tuple(shape)) for shape in input_shapes]
+        if require_profiling_policy:
+            return False, 0, -1, None
+        inputs = [SimpleNamespace(shape=tuple(shape)) for shape in input_shapes] if inputs is None else inputs
         hit, index, tactic, profile = self._search(custom_op, runners, tuning_config, inputs)
         return (True, index or 0, tactic, profile) if hit else (False, 0, -1, None)
 
@@ -249,11 +254,9 @@ class AutoTuner:
         """Times a tactic: the median of `repeat` calls in milliseconds, after `warmup` calls. It synchronizes.
 
         Args:
-            runner, tactic: what is called.
-            inputs: of each call, where input_batches is None.
+            runner, tactic, inputs, **kwargs: what is called, with `inputs` unless there are input_batches.
             tuning_config: its `profiling_repeat` goes before `repeat`.
             input_batches: of `prepare_tactic_profile`.
-            **kwargs: of `runner.forward`.
         """
         import torch
 
@@ -368,13 +371,6 @@ class AutoTuner:
         self.table, self.records = {}, {}
         self._dirty = False
         self.stats.clear()
-
-
-class _Shaped:
-    """Stands for a tensor whose shape alone is known."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
 
 
 def config_key(custom_op: str, runner_name: str, profile: Shapes, extras: tuple[Any, ...] = ()) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import statistics
 import time
 import warnings
@@ -153,19 +154,35 @@ def bench_gpu_time(
     return plan.measure(call, lambda f, n: _event_times(f, n, flush))
 
 
-def bench_gpu_time_with_cupti(fn: Callable[..., object], *args: Any, **kwargs: Any) -> BenchTimes:
-    """Times fn by CUPTI: `bench_gpu_time` with enable_cupti=True."""
-    return bench_gpu_time(fn, *args, **{**kwargs, "enable_cupti": True})
+def _timer(name: str, doc: str, *order: str, **fixed: Any) -> Callable[..., BenchTimes]:
+    """`bench_gpu_time` with a timer, and the parameters of FlashInfer's function for it: `order`, then the rest."""
+    usual = inspect.signature(bench_gpu_time)
+    names = list(dict.fromkeys(("fn", *order, *usual.parameters)))
+    signature = usual.replace(parameters=[usual.parameters[name] for name in names if name not in fixed])
+
+    def timed(*args: Any, **kwargs: Any) -> BenchTimes:
+        return bench_gpu_time(**signature.bind(*args, **kwargs).arguments, **fixed)
+
+    timed.__name__, timed.__qualname__, timed.__doc__ = name, name, doc
+    timed.__signature__ = signature  # type: ignore[attr-defined]
+    return timed
 
 
-def bench_gpu_time_with_cuda_event(fn: Callable[..., object], *args: Any, **kwargs: Any) -> BenchTimes:
-    """Times fn by CUDA events around each call: `bench_gpu_time` without CUPTI and graph."""
-    return bench_gpu_time(fn, *args, **{**kwargs, "enable_cupti": False, "use_cuda_graph": False})
-
-
-def bench_gpu_time_with_cudagraph(fn: Callable[..., object], *args: Any, **kwargs: Any) -> BenchTimes:
-    """Times several calls of fn in one CUDA graph: `bench_gpu_time` with use_cuda_graph=True."""
-    return bench_gpu_time(fn, *args, **{**kwargs, "enable_cupti": False, "use_cuda_graph": True})
+_COUNTS = ("dry_run_iters", "repeat_iters", "dry_run_time_ms", "repeat_time_ms")
+bench_gpu_time_with_cupti = _timer(
+    "bench_gpu_time_with_cupti", "Times fn by CUPTI: `bench_gpu_time` with enable_cupti=True.",
+    enable_cupti=True, num_iters_within_graph=10,
+)  # fmt: skip
+bench_gpu_time_with_cuda_event = _timer(
+    "bench_gpu_time_with_cuda_event",
+    "Times fn by CUDA events around each call: `bench_gpu_time` without CUPTI and graph.",
+    enable_cupti=False, use_cuda_graph=False, num_iters_within_graph=10,
+)  # fmt: skip
+bench_gpu_time_with_cudagraph = _timer(
+    "bench_gpu_time_with_cudagraph",
+    "Times several calls of fn in one CUDA graph: `bench_gpu_time` with use_cuda_graph=True.",
+    *_COUNTS, "num_iters_within_graph", enable_cupti=False, use_cuda_graph=True,
+)  # fmt: skip
 
 
 def bench_cpu_time(fn: Callable[..., object], *args: Any, **kwargs: Any) -> BenchTimes:

@@ -308,6 +308,7 @@ TITLES = {
     "gdn_decode": "Gated delta rule, decode",
     "gdn_prefill": "Gated delta rule, prefill",
     "mamba": "State spaces (Mamba-2)",
+    "mhc": "Hyper-connections (mHC)",
     "fused_moe": "Mixture of experts",
     "comm": "Communication",
     "concat_ops": "Keys of MLA",

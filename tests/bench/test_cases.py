@@ -29,6 +29,7 @@ SMALL = {
     "attention": "--s_qo 7 --s_kv 19 --num_qo_heads 4 --num_kv_heads 2 --head_dim_qk 16",
     "gdn": "--batch_size 2 --seq_len 2 --s_qo 70 --num_q_heads 2 --num_k_heads 2 --num_v_heads 4 --head_size 16",
     "kda": "--batch_size 2 --s_qo 70 --num_q_heads 2 --head_size 16",
+    "mhc": "--num_tokens 5 --hidden_size 264",
     "mamba": "--batch_size 2 --nheads 4 --dim 16 --dstate 32 --ngroups 2",
     "sampling": "--batch_size 3 --vocab_size 301 --top_k 7",
     "allreduce_comm": "--num_tokens 5 --hidden_size 128",

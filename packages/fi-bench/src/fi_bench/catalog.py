@@ -161,6 +161,7 @@ FAMILIES = {
             ),
         ),
         Family("cascade", flags.CASCADE, ("merge_state", "merge_state_in_place", "merge_states")),
+        Family("mhc", flags.MHC, ("mhc_post", "mhc_pre_big_fuse", "mhc_pre_big_fuse_with_prenorm")),
         Family("mamba", flags.MAMBA, ("selective_state_update",), ("flashinfer",)),
         Family(
             "gdn",

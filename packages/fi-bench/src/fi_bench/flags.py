@@ -358,6 +358,12 @@ CASCADE = (
     number("num_states", 2, "merge_states: states per row"),
     dtype("input_dtype", "bfloat16"),
 )
+MHC = (
+    number("num_tokens", None, "tokens", True),
+    number("hidden_size", None, "columns of a residual stream", True),
+    number("sinkhorn_repeat", 20, "iterations of Sinkhorn-Knopp"),
+    dtype("input_dtype", "bfloat16"),
+)
 MAMBA = (
     number("batch_size", None, "requests", True),
     number("nheads", None, "heads", True),

@@ -151,6 +151,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "gdn_prefill": ("chunk_gated_delta_rule",),
     "gdn_decode": (),
     "mamba": (),
+    "mhc": (),
     "activation": ("gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul"),
     "rope": (
         "apply_llama31_rope",

@@ -31,6 +31,7 @@ from fi_core import jit as jit
 from fi_core import linear_attention as linear_attention
 from fi_core import logits_processor as logits_processor
 from fi_core import mamba as mamba
+from fi_core import mhc as mhc
 from fi_core import mla as mla
 from fi_core import norm as norm
 from fi_core import observe as observe

@@ -144,6 +144,11 @@ def _caches(x: _Inputs) -> Calls:
                 x.bytes(4, 2, 16, 8, n) for n in (64, 8)
             ), *x.pages(), 0.01, 0.01,
         ),
+        "mhc.mhc_post": lambda: (rand(2, 64), rand(2, 4, 64), rand(2, 4, dtype=single), rand(2, 4, 4, dtype=single)),
+        "mhc.mhc_pre_big_fuse": lambda: (
+            rand(2, 24, dtype=single), rand(2, dtype=single).abs(), rand(2, 4, 64), rand(3, dtype=single),
+            rand(24, dtype=single), 256,
+        ),
         "concat_mla_k": lambda: (rand(2, 8, 192), rand(2, 8, 128), rand(2, 1, 64)),
         "get_batch_indices_positions": lambda: (ints(0, 2), ints(5), 2),
         "get_seq_lens": lambda: (*x.pages()[1:], 16),

@@ -343,3 +343,26 @@ def test_tables_that_lie(page_size: int) -> None:
     )
     wrapper.run(x.q, x.cache, kv_cache_sf=x.scales)
     torch.cuda.synchronize()
+
+
+def test_mla_append_names_what_does_not_fit() -> None:
+    rows, pages = {"append_ckv": (3, 64), "append_kpe": (3, 16)}, {"ckv_cache": (2, 4, 32), "kpe_cache": (2, 4, 16)}
+    table = (torch.zeros(3, dtype=torch.int32), torch.arange(3).int(), torch.arange(2).int())
+    given: dict[str, Any] = {
+        **{name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in rows.items()},
+        **{name: torch.zeros(shape, dtype=torch.uint8) for name, shape in pages.items()},
+        "ckv_sf_cache": torch.zeros(2, 4, 4).to(torch.float8_e4m3fn),
+        "batch_indices": table[0], "positions": table[1], "kv_indices": table[2],
+        "kv_indptr": torch.tensor([0, 2], dtype=torch.int32), "kv_last_page_len": torch.tensor([3], dtype=torch.int32),
+        "ckv_scale": 0.1, "kpe_scale": 0.1,
+    }  # fmt: skip
+    given["kpe_cache"] = given["kpe_cache"].view(torch.float8_e4m3fn)
+    fi_core.nvfp4_quantize_append_paged_mla_kv_cache(**given)
+    for name, value, words in (
+        ("kpe_cache", given["kpe_cache"].view(torch.uint8), "kpe_cache must be float8_e4m3fn; got uint8"),
+        ("ckv_scale", 0.0, "ckv_scale: a positive, finite factor is required; got 0.0"),
+        ("kpe_scale", float("inf"), "kpe_scale: a positive, finite factor is required; got inf"),
+        ("append_kpe", given["append_kpe"][:, :8], "append_kpe must have a last dimension that is a multiple of 16"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            fi_core.nvfp4_quantize_append_paged_mla_kv_cache(**{**given, name: value})

@@ -86,6 +86,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "get_seq_lens",
         "nvfp4_quantize_append_paged_kv_cache",
         "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+        "nvfp4_quantize_append_paged_mla_kv_cache",
     ),
     "norm": (
         "fused_add_rmsnorm",

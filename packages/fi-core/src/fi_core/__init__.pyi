@@ -124,6 +124,7 @@ from fi_core.page import (
     get_seq_lens,
     nvfp4_quantize_append_paged_kv_cache,
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+    nvfp4_quantize_append_paged_mla_kv_cache,
 )
 from fi_core.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
 from fi_core.prefill import (
@@ -291,6 +292,7 @@ __all__ = [
     "nvfp4_quantize",
     "nvfp4_quantize_append_paged_kv_cache",
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+    "nvfp4_quantize_append_paged_mla_kv_cache",
     "packbits",
     "per_token_group_quant_8bit",
     "prepare",

@@ -12,6 +12,9 @@ from fi_core.page.nvfp4 import (
 from fi_core.page.nvfp4 import (
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping as nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
 )
+from fi_core.page.nvfp4 import (
+    nvfp4_quantize_append_paged_mla_kv_cache as nvfp4_quantize_append_paged_mla_kv_cache,
+)
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, at_least
 from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values

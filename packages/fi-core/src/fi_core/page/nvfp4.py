@@ -37,7 +37,7 @@ APPEND_NVFP4_KV_CACHE = Op(
     name="append_nvfp4_kv_cache",
     family="page",
     arguments="Tensor append_key, Tensor append_value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) k_scales, "
-    "Tensor(d!) v_scales, Tensor? slot_mapping=None, Tensor? batch_indices=None, Tensor? positions=None, "
+    "Tensor(d!)? v_scales=None, Tensor? slot_mapping=None, Tensor? batch_indices=None, Tensor? positions=None, "
     "Tensor? kv_indices=None, Tensor? kv_indptr=None, Tensor? kv_last_page_len=None, float k_scale=1.0, "
     "float v_scale=1.0, Tensor? k_device_scale=None, Tensor? v_device_scale=None, bool head_major=False",
     axes={"dtype": ("f16", "bf16")},
@@ -177,4 +177,64 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
         append_key, append_value, slot_mapping = append_key[:rows], append_value[:rows], slot_mapping[:rows]
     _quantize(
         append_key, append_value, paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout, slot_mapping=slot_mapping
+    )
+
+
+@fi_api(trace=trace.MLA)
+def nvfp4_quantize_append_paged_mla_kv_cache(
+    append_ckv: torch.Tensor,
+    append_kpe: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    ckv_sf_cache: torch.Tensor,
+    kpe_cache: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    ckv_scale: float,
+    kpe_scale: float,
+) -> None:
+    """Quantizes new compressed KV rows to NVFP4 and rope keys to e4m3, and writes them into the pages, in place (MLA).
+
+    A block of 16 elements of append_ckv becomes 16 e2m1 values and one e4m3 scale, with
+    `value = e2m1 * scale * ckv_scale`, and an element of append_kpe one e4m3 value, with `value = e4m3 * kpe_scale`,
+    which saturates. Rows find their pages as in `append_paged_kv_cache`.
+
+    Args:
+        append_ckv: `[nnz, head_dim_ckv]`, fp16 or bf16; head_dim_ckv is a multiple of 16 (512 in arXiv:2405.04434).
+        append_kpe: `[nnz, head_dim_kpe]`, dtype of append_ckv, after the rotation; a multiple of 16 (64 there).
+        batch_indices: `[nnz]`, int32, the request of each row.
+        positions: `[nnz]`, int32, the position of each row in its request.
+        ckv_cache: `[pages, page_size, head_dim_ckv / 2]`, uint8, two values a byte, the even one in the lower half.
+        ckv_sf_cache: `[pages, page_size, head_dim_ckv / 16]`, e4m3.
+        kpe_cache: `[pages, page_size, head_dim_kpe]`, e4m3.
+        kv_indices: `[num_indices]`, int32, the pages of all requests after the append.
+        kv_indptr: `[batch_size + 1]`, int32, the offsets of the requests in kv_indices.
+        kv_last_page_len: `[batch_size]`, int32, tokens in the last page of each request.
+        ckv_scale: the factor of all latents, a positive, finite number.
+        kpe_scale: the factor of all rope keys, likewise.
+
+    Raises:
+        ValueError: A shape, stride, device or factor does not fit. A page, position or offset is out of range, on
+            the CPU; on CUDA with FI_CHECK=1 at import, which synchronizes.
+        TypeError: A dtype does not fit.
+    """
+    ckv_number, ckv_tensor = _factor("ckv_scale", ckv_scale, append_ckv.device)
+    kpe_number, kpe_tensor = _factor("kpe_scale", kpe_scale, append_ckv.device)
+    _append(
+        append_ckv.unsqueeze(1),
+        append_kpe.unsqueeze(1),
+        k_cache=ckv_cache.unsqueeze(2),
+        v_cache=kpe_cache.unsqueeze(2),
+        k_scales=ckv_sf_cache.unsqueeze(2),
+        batch_indices=int32_index(batch_indices),
+        positions=int32_index(positions),
+        kv_indices=int32_index(kv_indices),
+        kv_indptr=int32_index(kv_indptr),
+        kv_last_page_len=int32_index(kv_last_page_len),
+        k_scale=ckv_number,
+        v_scale=kpe_number,
+        k_device_scale=ckv_tensor,
+        v_device_scale=kpe_tensor,
     )

@@ -149,6 +149,76 @@ def _template(layout: str, by_slot: bool) -> TraceTemplate:
     )  # fmt: skip
 
 
+def _mla_reference(  # type: ignore[no-untyped-def]
+    append_ckv, append_kpe, ckv_cache, ckv_sf_cache, kpe_cache, batch_indices, positions, kv_indices, kv_indptr,
+    kv_last_page_len, ckv_scale, kpe_scale,
+):  # fmt: skip
+    import torch
+
+    ckv, kpe = (1.0 / torch.tensor([float(scale)], device=append_ckv.device) for scale in (ckv_scale, kpe_scale))
+    packed, scales = e4m3_scaled(append_ckv, 16, ckv)
+    rope = (append_kpe.float() * kpe).clamp(-448, 448).to(torch.float8_e4m3fn)
+    caches = ckv_cache, ckv_sf_cache.view(torch.uint8), kpe_cache.view(torch.uint8)
+    rows = packed, scales.view(torch.uint8), rope.view(torch.uint8)
+    _write_rows(rows, caches, batch_indices, positions, kv_indices, kv_indptr)
+    return ckv_cache, ckv_sf_cache, kpe_cache
+
+
+def _make_mla(
+    draw: Draw,
+    *,
+    dtype: str = "bfloat16",
+    batch_size: int = 4,
+    page_size: int = 5,
+    qo_len: int = 3,
+    kv_len: int | None = None,
+    head_dim_ckv: int = 512,
+    head_dim_kpe: int = 64,
+) -> dict[str, Any]:
+    table, pages = _make_table(draw, batch_size, page_size, qo_len, kv_len)
+    nnz = len(table["positions"])
+    ckv, kpe = (draw.normal((nnz, dim), dtype) for dim in (head_dim_ckv, head_dim_kpe))
+    cache = draw.rows(draw.integers(0, 126, (pages, page_size, head_dim_ckv // 2), "uint8"))
+    e4m3 = [draw.normal((pages, page_size, dim), "float8_e4m3fn") for dim in (head_dim_ckv // 16, head_dim_kpe)]
+    return {
+        "append_ckv": draw.rows(ckv), "append_kpe": draw.rows(draw.special(kpe, 0.0, -0.0, 3e4)),
+        "ckv_cache": cache, "ckv_sf_cache": draw.rows(e4m3[0]), "kpe_cache": draw.rows(e4m3[1]),
+        "ckv_scale": 0.0013, "kpe_scale": 0.25, **table,
+    }  # fmt: skip
+
+
+def _mla_work(arguments: Mapping[str, Any]) -> Work:
+    """Reads the new rows and the tables; writes 9 bytes for each 16 latents, and a byte for each rope element."""
+    ckv, kpe = arguments["append_ckv"], arguments["append_kpe"]
+    return Work(0, nbytes(ckv, kpe, *(arguments[n] for n in _TABLE)) + 9 * ckv.numel() // 16 + kpe.numel())
+
+
+_MLA_PARTS = {
+    "ckv_cache": Tensor(["num_pages", "page_size", "ckv_bytes"], dtype="uint8", param="ckv_cache"),
+    "ckv_sf_cache": Tensor(["num_pages", "page_size", "ckv_blocks"], dtype="float8_e4m3fn", param="ckv_sf_cache"),
+    "kpe_cache": Tensor(["num_pages", "page_size", "head_dim_kpe"], dtype="float8_e4m3fn", param="kpe_cache"),
+}
+MLA = TraceTemplate(
+    "nvfp4_quantize_append_paged_mla_kv_cache",
+    axes={
+        **_TABLE_AXES, "head_dim_ckv": Const(abbrev="ckv"), "head_dim_kpe": Const(abbrev="kpe"),
+        "page_size": Const(abbrev="ps"), "ckv_bytes": Const(abbrev=""), "ckv_blocks": Const(abbrev=""),
+    },
+    inputs={
+        "append_ckv": Tensor(["nnz", "head_dim_ckv"]), "append_kpe": Tensor(["nnz", "head_dim_kpe"]), **_MLA_PARTS,
+        **_TABLE, "ckv_scale": Scalar("float32"), "kpe_scale": Scalar("float32"),
+    },
+    outputs=_MLA_PARTS,
+    reference=(block_amax, e2m1, e4m3_scaled, _write_rows, _mla_reference),
+    op="append_nvfp4_kv_cache",
+    make=_make_mla,
+    samples=samples({"dtype": ("bfloat16", "float16"), "page_size": (1, 16), "head_dim_ckv": (512, 48)}),
+    work=_mla_work,
+    tolerance=dict.fromkeys(_MLA_PARTS, (0.0, 0.0)),
+    description="Quantizes new latents to NVFP4 and rope keys to e4m3 into the pages of their requests.",
+)  # fmt: skip
+
+
 _TEMPLATES = {(layout, by_slot): _template(layout, by_slot) for by_slot in (False, True) for layout in ("NHD", "HND")}
 
 

@@ -16,8 +16,9 @@ namespace {
 constexpr int64_t kBlock = 16;  // elements that share a scale
 
 #if FI_CUDA
-bool aligned(const Tensor& rows, const Tensor& cache) {
-  return rows.row_alignment(16) == 16 && cache.row_alignment(8) == 8;
+bool aligned(const Tensor& rows, const Tensor& cache, const Tensor& scales) {
+  const int64_t bytes = scales ? 8 : 16;  // of a block
+  return rows.row_alignment(16) == 16 && cache.row_alignment(bytes) == bytes;
 }
 
 const Entry& tile(const Kernel& kernel, bool is_aligned) {
@@ -36,6 +37,7 @@ void launch_append(const Kernel& kernel, Nvfp4AppendParams& p, bool is_aligned, 
 #else
 void run_cpu(const Nvfp4AppendParams& p, DType dtype) {
   const cpu::LoadRow load = cpu::row_loader(dtype);
+  const cpu::StoreRow store_e4m3 = cpu::row_storer(kE4M3);
   const int64_t work = std::max<int64_t>(1, kBlock * p.heads * (p.k.blocks + p.v.blocks));
   cpu::for_rows(p.rows, 4 * work, 2 * kBlock, [&](int64_t row, float* x) {
     const auto to = p.place(row);
@@ -45,11 +47,15 @@ void run_cpu(const Nvfp4AppendParams& p, DType dtype) {
       for (int32_t head = 0; head < p.heads; ++head)
         for (int32_t block = 0; block < s->blocks; ++block) {
           load(s->src + (row * s->src_row + head * s->src_head + block * kBlock) * dtype.bytes(), x, kBlock);
+          uint8_t* dst = s->dst + to.page * s->dst_page + to.slot * s->dst_slot + head * s->dst_head;
+          if (!s->scales) {
+            for (int64_t i = 0; i < kBlock; ++i) x[i] *= 1.f / factor;
+            store_e4m3(x, dst + block * kBlock, kBlock);
+            continue;
+          }
           const uint32_t scale =
               cpu::detail::scale_block(x, x + kBlock, kBlock, kE4m3Scale, kE2m1Limit, 1.f / factor, 0.f);
-          cpu::detail::store_e2m1(
-              x, x + kBlock,
-              s->dst + to.page * s->dst_page + to.slot * s->dst_slot + head * s->dst_head + block * kBlock / 2, kBlock);
+          cpu::detail::store_e2m1(x, x + kBlock, dst + block * kBlock / 2, kBlock);
           s->scales[to.page * s->scale_page + to.slot * s->scale_slot + head * s->scale_head + block] =
               static_cast<uint8_t>(scale);
         }
@@ -64,7 +70,6 @@ Nvfp4AppendOperand make_operand(const Tensor& rows, const Tensor& cache, const T
   Nvfp4AppendOperand s{};
   s.src = rows.data<const char>();
   s.dst = cache.data<uint8_t>();
-  s.scales = scales.data<uint8_t>();
   if (device_factor) {
     FI_CHECK(device_factor.is({kF32}).on(rows).numel() == 1, ValueError, "%s must have one element; got %s",
              device_factor.name(), device_factor.shape_str().c_str());
@@ -72,7 +77,10 @@ Nvfp4AppendOperand make_operand(const Tensor& rows, const Tensor& cache, const T
   }
   s.src_row = rows.stride(0), s.src_head = rows.stride(1);
   s.dst_page = cache.stride(0), s.dst_slot = cache.stride(slot), s.dst_head = cache.stride(head);
-  s.scale_page = scales.stride(0), s.scale_slot = scales.stride(slot), s.scale_head = scales.stride(head);
+  if (scales) {
+    s.scales = scales.data<uint8_t>();
+    s.scale_page = scales.stride(0), s.scale_slot = scales.stride(slot), s.scale_head = scales.stride(head);
+  }
   s.factor = static_cast<float>(factor);
   s.blocks = static_cast<int32_t>(rows.size(-1) / kBlock);
   return s;
@@ -80,8 +88,14 @@ Nvfp4AppendOperand make_operand(const Tensor& rows, const Tensor& cache, const T
 
 AppendNvfp4KvCacheRequest request_of(const AppendNvfp4KvCacheArgs& a) { return {a.append_key.dtype()}; }
 
-void append_nvfp4_kv_cache(const Kernel& kernel, const AppendNvfp4KvCacheArgs& a) {
+void append_nvfp4_kv_cache(const Kernel& kernel, const AppendNvfp4KvCacheArgs& given) {
   // 1 check
+  AppendNvfp4KvCacheArgs a = given;
+  if (!a.v_scales) {  // the checks below name tensors as the caller of the form for MLA does
+    a.append_key = a.append_key.as("append_ckv"), a.append_value = a.append_value.as("append_kpe");
+    a.k_cache = a.k_cache.as("ckv_cache"), a.v_cache = a.v_cache.as("kpe_cache");
+    a.k_scales = a.k_scales.as("ckv_sf_cache");
+  }
   Dim nnz{"nnz"}, heads{"num_heads"}, k_dim{"head_dim"}, v_dim{"v_head_dim"};
   a.append_key.is({kF16, kBF16}).inner_contiguous().shape(nnz, heads, k_dim);
   a.append_value.like(a.append_key).inner_contiguous().shape(nnz, heads, v_dim);
@@ -90,12 +104,13 @@ void append_nvfp4_kv_cache(const Kernel& kernel, const AppendNvfp4KvCacheArgs& a
              "%s must have a last dimension that is a multiple of 16; got %s", t.name(), t.shape_str().c_str());
   Dim pages{"num_pages"}, page_size{"page_size"};
   Dim &second = a.head_major ? heads : page_size, &third = a.head_major ? page_size : heads;
-  Dim k_bytes{"head_dim / 2", k_dim / 2}, v_bytes{"v_head_dim / 2", v_dim / 2};
+  Dim k_bytes{"head_dim / 2", k_dim / 2};
+  Dim v_bytes{a.v_scales ? "v_head_dim / 2" : "v_head_dim", a.v_scales ? v_dim / 2 : v_dim};
   Dim k_blocks{"head_dim / 16", k_dim / kBlock}, v_blocks{"v_head_dim / 16", v_dim / kBlock};
   a.k_cache.is({kU8}).on(a.append_key).inner_contiguous().shape(pages, second, third, k_bytes);
-  a.v_cache.is({kU8}).on(a.append_key).inner_contiguous().shape(pages, second, third, v_bytes);
+  a.v_cache.is({a.v_scales ? kU8 : kE4M3}).on(a.append_key).inner_contiguous().shape(pages, second, third, v_bytes);
   a.k_scales.is({kE4M3, kU8}).on(a.append_key).inner_contiguous().shape(pages, second, third, k_blocks);
-  a.v_scales.is({kE4M3, kU8}).on(a.append_key).inner_contiguous().shape(pages, second, third, v_blocks);
+  if (a.v_scales) a.v_scales.is({kE4M3, kU8}).on(a.append_key).inner_contiguous().shape(pages, second, third, v_blocks);
   FI_CHECK(page_size > 0 && page_size < 0x7fffffff && heads < 0x7fffffff, ValueError,
            "%s must have page_size > 0 and less than 2^31 tokens; got %s", a.k_cache.name(),
            a.k_cache.shape_str().c_str());
@@ -148,7 +163,8 @@ void append_nvfp4_kv_cache(const Kernel& kernel, const AppendNvfp4KvCacheArgs& a
 
   // 3 launch
 #if FI_CUDA
-  const bool is_aligned = aligned(a.append_key, a.k_cache) && aligned(a.append_value, a.v_cache);
+  const bool is_aligned =
+      aligned(a.append_key, a.k_cache, a.k_scales) && aligned(a.append_value, a.v_cache, a.v_scales);
   launch_append(kernel, p, is_aligned, a.append_key.device());
 #else
   run_cpu(p, a.append_key.dtype());

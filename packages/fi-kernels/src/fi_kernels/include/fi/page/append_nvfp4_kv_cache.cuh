@@ -29,10 +29,13 @@ FI_DEVICE void append_nvfp4_rows(const Nvfp4AppendParams& p) {
   const float factor = x.device_factor ? x.factor * *x.device_factor : x.factor;
   pdl_launch_dependents();
   if (to.page < 0) return;
+  uint8_t* dst = x.dst + to.page * x.dst_page + to.slot * x.dst_slot + head * x.dst_head;
+  if (!x.scales) {
+    quantize<__nv_fp8_e4m3, kE4m3Scale>(values, {0, 1.f / factor}).template store_to<kAligned>(dst + block * kChunk);
+    return;
+  }
   const BlockScale scale = row_scale(values.magnitude(), 1.f / factor);
-  quantize<E2m1, kE4m3Scale>(values, scale)
-      .template store_to<kAligned>(x.dst + to.page * x.dst_page + to.slot * x.dst_slot + head * x.dst_head +
-                                   block * (kChunk / 2));
+  quantize<E2m1, kE4m3Scale>(values, scale).template store_to<kAligned>(dst + block * (kChunk / 2));
   x.scales[to.page * x.scale_page + to.slot * x.scale_slot + head * x.scale_head + block] =
       static_cast<uint8_t>(scale.bits);
 }

@@ -4,15 +4,15 @@
 
 namespace fi {
 
-// Source and destination of K or of V: a block of 16 elements becomes 8 bytes of e2m1 and one e4m3 scale. Strides of
-// src are in elements, the others in bytes.
+// Source and destination of K or of V: a block of 16 elements becomes 8 bytes of e2m1 and one e4m3 scale, or without
+// scales 16 bytes of e4m3. Strides of src are in elements, the others in bytes.
 struct Nvfp4AppendOperand {
   const char* src;             // [rows, heads, head_dim]
-  uint8_t* dst;                // [pages, slots, heads, head_dim / 2] in any memory order
-  uint8_t* scales;             // [pages, slots, heads, head_dim / 16] in any memory order
+  uint8_t* dst;                // [pages, slots, heads, head_dim / 2, or head_dim] in any memory order
+  uint8_t* scales;             // [pages, slots, heads, head_dim / 16] in any memory order; null: none
   const float* device_factor;  // one element, multiplies factor; null: 1
   int64_t src_row, src_head, dst_page, dst_slot, dst_head, scale_page, scale_slot, scale_head;
-  float factor;    // value = e2m1 * scale * factor
+  float factor;    // value = e2m1 * scale * factor, or e4m3 * factor
   int32_t blocks;  // of one head
 };
 

@@ -59,9 +59,10 @@ def calls() -> dict[str, tuple[Any, ...]]:
 
 
 # Functions of a second form of an op, or of Hopper alone, which no call of the sample reaches; and ops whose tensors
-# lie in a workspace that ranks share, of which a tracer cannot make copies.
+# lie in a workspace that ranks share, of which a tracer cannot make copies; and those of functions of keywords alone.
 NOT_IN_SAMPLE = {
-    "moe_combine", "moe_dispatch", "moe_experts", "moe_few_tokens", "moe_gated_gemm", "rmsnorm_block_quant",
+    "moe_combine", "moe_dispatch", "moe_experts", "moe_few_tokens", "moe_gated_gemm", "qk_rmsnorm_rope",
+    "rmsnorm_block_quant",
 }  # fmt: skip
 EACH_OP = pytest.mark.parametrize("name", sorted(set(ops()) - NOT_IN_SAMPLE))
 

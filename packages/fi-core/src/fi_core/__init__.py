@@ -165,6 +165,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "apply_rope_pos_ids_inplace",
         "apply_rope_with_cos_sin_cache",
         "apply_rope_with_cos_sin_cache_inplace",
+        "fused_qk_rmsnorm_rope",
     ),
 }
 _hook.install()

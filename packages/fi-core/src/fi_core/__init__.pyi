@@ -176,6 +176,7 @@ from fi_core.rope import (
     apply_rope_pos_ids_inplace,
     apply_rope_with_cos_sin_cache,
     apply_rope_with_cos_sin_cache_inplace,
+    fused_qk_rmsnorm_rope,
 )
 from fi_core.sampling import (
     chain_speculative_sampling,
@@ -253,6 +254,7 @@ __all__ = [
     "fused_add_rmsnorm",
     "fused_add_rmsnorm_fp8_block_quant",
     "fused_add_rmsnorm_quant",
+    "fused_qk_rmsnorm_rope",
     "fused_rmsnorm_silu",
     "gelu_and_mul",
     "gelu_tanh_and_mul",

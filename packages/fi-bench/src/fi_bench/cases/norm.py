@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fi_bench.case import Case, Inputs, Outputs, Work, dtype_of
 from fi_bench.cases.common import nbytes, normal, to_fp8
 from fi_bench.derived import case_of
+from fi_bench.described import described, eager, sizes_of
 from fi_core.observe.template import TraceTemplate
 
 if TYPE_CHECKING:
@@ -73,6 +75,13 @@ def _without_padding(x: Inputs, outputs: Outputs) -> Outputs:
     return outputs | {"block_scale": outputs["block_scale"][:, : x.input.shape[0]]}
 
 
+def _patches(p: Namespace) -> dict[str, Any]:
+    """--hidden_size is that of q, of --num_heads heads; one head if left out."""
+    heads = p.num_heads or 1
+    sizes = {"head_dim": p.hidden_size // heads, "num_heads": heads, "dtype": dtype_of(p.input_dtype)}
+    return {**sizes, **sizes_of(p, "batch_size", "ppf", "pph", "ppw")}
+
+
 def _silu_of_norm(x: Inputs, dtype: torch.dtype) -> torch.Tensor:
     import torch
 
@@ -101,6 +110,13 @@ def _silu_reference(x: Inputs) -> Outputs:
 
 
 CASES = (
+    described(
+        "rope.fused_qk_rmsnorm_rope",
+        _patches,
+        None,
+        functools.partial(eager, "rope.fused_qk_rmsnorm_rope"),
+        op="qk_rmsnorm_rope",
+    ),
     Case(
         routine="fused_rmsnorm_silu",
         function="norm.fused_rmsnorm_silu",

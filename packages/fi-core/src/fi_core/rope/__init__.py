@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fi_core.observe.log import fi_api
 from fi_core.rope import trace
 from fi_core.rope.kernel_entries import RopeConfig, entries
+from fi_core.rope.qk_rmsnorm import fused_qk_rmsnorm_rope as fused_qk_rmsnorm_rope
 from fi_core.rope.quantize import (
     mla_rope_quantize_fp8,
     rope_quantize_fp8,

@@ -81,6 +81,10 @@ def test_the_folder_follows_the_environment(tuner: AutoTuner, tmp_path: Path, mo
     ("call", "message"),
     [
         (lambda: autotune_v2("measure").__enter__(), "mode: must be tune or replay; got 'measure'"),
+        (
+            lambda: MeasurementPolicy("eager", _timer="cupti"),
+            "_timer: must be one of auto, events, events_no_delay; got",
+        ),
         (lambda: MeasurementPolicy("fast"), "execution_mode: must be auto, cuda_graph or eager; got 'fast'"),  # type: ignore[arg-type]
         (lambda: autotune_v2(tuning_buckets=()).__enter__(), "tuning_buckets: must be positive ints"),
     ],
@@ -151,3 +155,12 @@ def test_records_of_callers_go_with_the_table(tuner: AutoTuner, tmp_path: Path) 
     assert tuner.get_namespaced_records("experts") == {}
     assert tuner.load_configs(tmp_path / "table.json")
     assert tuner.get_namespaced_records("experts") == {"a": [1, 2]} and tuner.table == {KEY: ("Sleeper", 1)}
+
+
+def test_a_measurement_policy_says_what_it_derives() -> None:
+    usual, graph, eager = MeasurementPolicy(), MeasurementPolicy("cuda_graph", False), MeasurementPolicy("eager")
+    assert [policy.use_cuda_graph for policy in (usual, graph, eager)] == [None, True, False]
+    assert [policy.timer for policy in (usual, graph, eager)] == ["events", "events", "events_no_delay"]
+    assert MeasurementPolicy(_timer="cupti").timer == "cupti"
+    assert usual.manifest_fields() == {}
+    assert graph.manifest_fields() == {"measure_execution_mode": "cuda_graph", "measure_cold_l2": "False"}

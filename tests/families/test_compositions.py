@@ -10,7 +10,7 @@ import torch
 import fi_core
 from families.harness import assert_close, rand
 from families.test_gemm_block_scaled import packed, scales, wide
-from fi_core import fused_moe, gemm
+from fi_core import comm, fused_moe, gemm
 from fi_core.runtime.errors import BackendSupportedError, UnsupportedError
 
 BF16 = torch.bfloat16
@@ -217,3 +217,111 @@ def test_top_k_varlen(next_n: int, ratio: int, dtype: torch.dtype, device: str) 
         fi_core.top_k_varlen(logits, lens, 8, backend="gvr")
     with pytest.raises(ValueError, match="logits must have shape"):
         fi_core.top_k_varlen(logits, lens, 8, next_n=next_n + 1)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_dit_layernorms(batch: int, dtype: torch.dtype, device: str) -> None:
+    """The modulation comes in chunks of a wider tensor; results are rounded once."""
+    n, d = 5, 96
+    x, residual = (rand(batch, n, d, dtype=dtype, device=device, seed=i, scale=3.0) for i in (1, 2))
+    chunks = [c.squeeze(2) for c in rand(batch, n, 6, d, dtype=dtype, device=device).chunk(6, 2)]
+    gate, scale, shift = chunks[:3]
+    rows = [rand(d, dtype=torch.float32, device=device, seed=i) for i in range(5)]
+    gamma, beta, gate_bias, scale_bias, shift_bias = rows
+    outs = {"residual_out": torch.empty_like(x), "norm_out": torch.empty_like(x)}
+    gated = residual.double() + x.double() * (gate.double() + gate_bias.double())
+    added = residual.double() + x.double()
+
+    def norm(total: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(total, (d,), eps=1e-5)
+
+    factor, offset = 1 + scale.double() + scale_bias.double(), shift.double() + shift_bias.double()
+    biases = {"scale_bias": scale_bias[None], "shift_bias": shift_bias, "epsilon": 1e-5}
+    cases = [
+        (
+            fi_core.fused_dit_gate_residual_layernorm_gamma_beta(
+                x, residual, gate, gamma, beta, gate_bias=gate_bias, epsilon=1e-5, **outs
+            ),
+            (gated, norm(gated) * gamma.double() + beta.double()),
+        ),
+        (
+            fi_core.fused_dit_gate_residual_layernorm_scale_shift(
+                x, residual, gate, scale, shift, gate_bias=gate_bias, **biases
+            ),
+            (gated, norm(gated) * factor + offset),
+        ),
+        (
+            fi_core.fused_dit_residual_layernorm_scale_shift(x, scale, shift, residual=residual, **biases),
+            (added, norm(added) * factor + offset),
+        ),
+        (
+            fi_core.fused_dit_residual_layernorm_scale_shift(x, scale, shift, epsilon=1e-5),
+            (x.double(), norm(x.double()) * (1 + scale.double()) + shift.double()),
+        ),
+    ]
+    for got, want in cases:
+        for own, other in zip(got, want):
+            assert own.dtype is dtype
+            assert_close(own, other)
+    assert cases[0][0] == (outs["residual_out"], outs["norm_out"])
+    with pytest.raises(UnsupportedError, match="use_nvfp4, sf_out: results have the dtype of input; call nvfp4_quant"):
+        fi_core.fused_dit_residual_layernorm_scale_shift(x, scale, shift, use_nvfp4=True, sf_out=gamma)
+    with pytest.raises(
+        ValueError, match=r"scale_bias must be torch.float32 of shape \[96\]; got torch.float32, \[95\]"
+    ):
+        fi_core.fused_dit_residual_layernorm_scale_shift(x, scale, shift, scale_bias=scale_bias[1:])
+    with pytest.raises(ValueError, match="gate must be"):
+        fi_core.fused_dit_gate_residual_layernorm_gamma_beta(x, residual, gate.float(), gamma, beta)
+    with pytest.raises(ValueError, match="norm_out must be"):
+        fi_core.fused_dit_residual_layernorm_scale_shift(x, scale, shift, norm_out=torch.empty_like(x).float())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_nvfp4_rows_come_back(dtype: torch.dtype, device: str) -> None:
+    """An element of a block is off by at most a quarter of the largest magnitude's step: 1 / 6 of it."""
+    x = rand(7, 96, dtype=dtype, device=device, scale=5.0)
+    factor = (x.float().abs().max() / (448 * 6)).reshape(1)
+    values, codes = fi_core.nvfp4_kv_quantize(x, factor)
+    assert (values.dtype, values.shape, codes.dtype, codes.shape) == (torch.uint8, (7, 48), torch.uint8, (7, 6))
+    back = fi_core.nvfp4_kv_dequantize(values, codes, factor, dtype).double().view(7, 6, 16)
+    blocks = x.double().view(7, 6, 16)
+    assert ((back - blocks).abs() <= blocks.abs().amax(-1, keepdim=True) * 0.2).all()
+    want = (wide(values, codes, 16).to(device) * factor.double()).view(7, 6, 16)
+    assert_close(back.to(dtype), want)
+    with pytest.raises(ValueError, match=r"input must have shape \[m, k\], k divisible by 16; got \[7, 95\]"):
+        fi_core.nvfp4_kv_quantize(x[:, 1:], factor)
+
+
+def test_bands_of_heads_go_to_ranks_and_back(device: str) -> None:
+    """Bands of 2 and 1 of the 3 heads of 4 ranks: q, k and v are views of one projection."""
+    world, local, d = 4, 3, 8
+    q, k, v = rand(2, 5, world * local, 3 * d, dtype=BF16, device=device).split(d, -1)
+    merged = torch.full((2, 5, world * local, d), 9.0, dtype=BF16, device=device)
+    for offset, count in ((0, 2), (2, 1)):
+        packed = comm.pack_ulysses_qkv_head_chunk(q, k, v, world_size=world, head_offset=offset, head_count=count)
+        for rank in range(world):
+            for head in range(count):
+                row = packed[:, :, rank * count + head]
+                source = rank * local + offset + head
+                assert torch.equal(row, torch.cat([x[:, :, source] for x in (q, k, v)], -1))
+        out = torch.empty_like(packed)
+        band = {"world_size": world, "head_offset": offset, "head_count": count}
+        assert comm.pack_ulysses_qkv_head_chunk(q, k, v, out=out, **band) is out
+        assert torch.equal(out, packed)
+        before = merged.clone()
+        received = packed[..., :d].contiguous()
+        band = {"world_size": world, "local_heads": local, "head_offset": offset}
+        assert comm.merge_ulysses_output_head_chunk(received, out=merged, **band) is merged
+        changed = [h for h in range(world * local) if offset <= h % local < offset + count]
+        kept = [h for h in range(world * local) if h not in changed]
+        assert torch.equal(merged[:, :, kept], before[:, :, kept])
+    assert torch.equal(merged, q)
+    with pytest.raises(
+        ValueError, match=r"head_offset \+ head_count must be at most the 3 heads of a rank; got 2 \+ 2"
+    ):
+        comm.pack_ulysses_qkv_head_chunk(q, k, v, world_size=world, head_offset=2, head_count=2)
+    with pytest.raises(ValueError, match="head_count must be an integer of 1 or more; got 0"):
+        comm.pack_ulysses_qkv_head_chunk(q, k, v, world_size=world, head_offset=0, head_count=0)
+    with pytest.raises(ValueError, match="out must be a contiguous tensor"):
+        comm.merge_ulysses_output_head_chunk(q, world_size=world, local_heads=local, head_offset=0, out=q.float())

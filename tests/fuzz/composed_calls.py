@@ -10,7 +10,7 @@ import torch
 
 import fi_core
 from families.harness import rand
-from fi_core import fused_moe, gemm
+from fi_core import comm, fused_moe, gemm
 
 BF16, F32 = torch.bfloat16, torch.float32
 Arguments = dict[str, Any]
@@ -60,6 +60,28 @@ def calls() -> Iterator[tuple[str, Callable[..., Any], Callable[[], Arguments]]]
         "a": _bf16(9, 64), "b": _bf16(40, 64), "c": _bf16(9, 40), "alpha": 0.5, "beta": 2.0,
     }  # fmt: skip
     yield "rmsnorm silu", fi_core.fused_rmsnorm_silu, lambda: {"input": _bf16(7, 128), "weight": _bf16(128)}
+    modulation = {"scale": (1, 5, 64), "shift": (1, 5, 64)}
+    gated = {"residual": (1, 5, 64), "gate": (1, 5, 64)}
+    yield "dit scale shift", fi_core.fused_dit_residual_layernorm_scale_shift, lambda: {
+        "input": _bf16(1, 5, 64), **{name: _bf16(*shape) for name, shape in modulation.items()},
+    }  # fmt: skip
+    yield "dit gate scale shift", fi_core.fused_dit_gate_residual_layernorm_scale_shift, lambda: {
+        "input": _bf16(1, 5, 64), **{name: _bf16(*shape) for name, shape in (gated | modulation).items()},
+    }  # fmt: skip
+    yield "dit gamma beta", fi_core.fused_dit_gate_residual_layernorm_gamma_beta, lambda: {
+        "input": _bf16(1, 5, 64), **{name: _bf16(*shape) for name, shape in gated.items()},
+        "gamma": torch.ones(64), "beta": torch.ones(64),
+    }  # fmt: skip
+    yield "nvfp4 kv quantize", fi_core.nvfp4_kv_quantize, lambda: {
+        "input": _bf16(5, 64), "global_scale": torch.ones(1),
+    }  # fmt: skip
+    yield "pack heads", comm.pack_ulysses_qkv_head_chunk, lambda: {
+        "query": _bf16(1, 5, 4, 8), "key": _bf16(1, 5, 4, 8), "value": _bf16(1, 5, 4, 8), "world_size": 2,
+        "head_offset": 1, "head_count": 1,
+    }  # fmt: skip
+    yield "merge heads", comm.merge_ulysses_output_head_chunk, lambda: {
+        "received": _bf16(1, 5, 2, 8), "world_size": 2, "local_heads": 2, "head_offset": 1, "out": _bf16(1, 5, 4, 8),
+    }  # fmt: skip
     yield "hash topk", fused_moe.hash_topk, lambda: {
         "router_logits": rand(5, 8, dtype=F32, device="cpu"), "input_ids": torch.tensor([3, 0, 9, 3, 7]),
         "tid2eid": (torch.arange(30, dtype=torch.int32) % 8).view(10, 3), "num_fused_shared_experts": 1,

@@ -16,7 +16,7 @@ __git_commit__ = __git_version__ = "unknown"  # FlashInfer's names; builds are i
 
 # Where each public name lives; tools/stubs.py writes __init__.pyi from it.
 _MODULES: dict[str, tuple[str, ...]] = {
-    "autotuner": ("autotune", "autotune_v2", "autotune_v2_reload"),
+    "autotuner": ("MeasurementPolicy", "autotune", "autotune_v2", "autotune_v2_reload"),
     "observe.trace": ("fi_trace",),
     "registry": ("loaded_kernels", "supports"),
     "ahead": ("prepare",),
@@ -56,6 +56,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "nvfp4_block_scale_interleave",
         "nvfp4_kv_dequantize",
         "nvfp4_kv_dequantize_paged",
+        "nvfp4_kv_quantize",
         "nvfp4_quantize",
         "packbits",
         "per_token_group_quant_8bit",
@@ -92,6 +93,9 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "fused_add_rmsnorm",
         "fused_add_rmsnorm_fp8_block_quant",
         "fused_add_rmsnorm_quant",
+        "fused_dit_gate_residual_layernorm_gamma_beta",
+        "fused_dit_gate_residual_layernorm_scale_shift",
+        "fused_dit_residual_layernorm_scale_shift",
         "fused_rmsnorm_silu",
         "gemma_fused_add_rmsnorm",
         "gemma_rmsnorm",

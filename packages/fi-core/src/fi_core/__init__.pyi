@@ -55,7 +55,7 @@ from fi_core import utils as utils
 from fi_core import verify as verify
 from fi_core.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fi_core.ahead import prepare
-from fi_core.autotuner import autotune, autotune_v2, autotune_v2_reload
+from fi_core.autotuner import MeasurementPolicy, autotune, autotune_v2, autotune_v2_reload
 from fi_core.cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
@@ -108,6 +108,9 @@ from fi_core.norm import (
     fused_add_rmsnorm,
     fused_add_rmsnorm_fp8_block_quant,
     fused_add_rmsnorm_quant,
+    fused_dit_gate_residual_layernorm_gamma_beta,
+    fused_dit_gate_residual_layernorm_scale_shift,
+    fused_dit_residual_layernorm_scale_shift,
     fused_rmsnorm_silu,
     gemma_fused_add_rmsnorm,
     gemma_rmsnorm,
@@ -155,6 +158,7 @@ from fi_core.quantization import (
     nvfp4_block_scale_interleave,
     nvfp4_kv_dequantize,
     nvfp4_kv_dequantize_paged,
+    nvfp4_kv_quantize,
     nvfp4_quantize,
     packbits,
     per_token_group_quant_8bit,
@@ -213,6 +217,7 @@ __all__ = [
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "BlockSparseAttentionWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "MeasurementPolicy",
     "MultiLevelCascadeAttentionWrapper",
     "PODWithPagedKVCacheWrapper",
     "RoutingMethodType",
@@ -254,6 +259,9 @@ __all__ = [
     "fused_add_rmsnorm",
     "fused_add_rmsnorm_fp8_block_quant",
     "fused_add_rmsnorm_quant",
+    "fused_dit_gate_residual_layernorm_gamma_beta",
+    "fused_dit_gate_residual_layernorm_scale_shift",
+    "fused_dit_residual_layernorm_scale_shift",
     "fused_qk_rmsnorm_rope",
     "fused_rmsnorm_silu",
     "gelu_and_mul",
@@ -291,6 +299,7 @@ __all__ = [
     "nvfp4_block_scale_interleave",
     "nvfp4_kv_dequantize",
     "nvfp4_kv_dequantize_paged",
+    "nvfp4_kv_quantize",
     "nvfp4_quantize",
     "nvfp4_quantize_append_paged_kv_cache",
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",

@@ -40,6 +40,7 @@ from fi_core.comm.trtllm_custom_ar import (
     trtllm_custom_all_reduce,
     trtllm_destroy_ipc_workspace_for_all_reduce,
 )
+from fi_core.comm.ulysses_head_chunk import merge_ulysses_output_head_chunk, pack_ulysses_qkv_head_chunk
 from fi_core.comm.vllm_ar import (
     vllm_all_reduce,
     vllm_dispose,
@@ -72,12 +73,14 @@ __all__ = [
     "create_allreduce_fusion_workspace",
     "create_shared_buffer",
     "free_shared_buffer",
+    "merge_ulysses_output_head_chunk",
     "moe_a2a_combine",
     "moe_a2a_dispatch",
     "moe_a2a_get_workspace_size_per_rank",
     "moe_a2a_initialize",
     "moe_a2a_sanitize_expert_ids",
     "moe_a2a_wrap_payload_tensor_in_workspace",
+    "pack_ulysses_qkv_head_chunk",
     "reduce_scatter_fusion",
     "trtllm_allreduce_fusion",
     "trtllm_create_ipc_workspace_for_all_reduce",

@@ -37,18 +37,39 @@ class MeasurementPolicy:
 
     Args:
         execution_mode: "auto", "cuda_graph" or "eager".
-        cold_l2: whether the L2 cache is cold.
+        cold_l2: whether the L2 cache is cold; None: as each operator says.
+        _timer: "auto", "events", "events_no_delay" or "cupti", of which the last leaves out host time.
 
     Raises:
-        ValueError: execution_mode is another word.
+        ValueError: execution_mode or _timer is another word; or "cupti" with "eager", where host time counts.
     """
 
     execution_mode: Literal["auto", "cuda_graph", "eager"] = "auto"
     cold_l2: bool | None = None
+    _timer: Literal["auto", "cupti", "events", "events_no_delay"] = "auto"
 
     def __post_init__(self) -> None:
         if self.execution_mode not in ("auto", "cuda_graph", "eager"):
             raise ValueError(f"execution_mode: must be auto, cuda_graph or eager; got {self.execution_mode!r}")
+        timers = ("auto", "events", "events_no_delay") + (("cupti",) if self.execution_mode != "eager" else ())
+        if self._timer not in timers:
+            raise ValueError(f"_timer: must be one of {', '.join(timers)}; got {self._timer!r}")
+
+    @property
+    def use_cuda_graph(self) -> bool | None:
+        """Whether calls are measured in a CUDA graph; None: as each operator says."""
+        return None if self.execution_mode == "auto" else self.execution_mode == "cuda_graph"
+
+    @property
+    def timer(self) -> str:
+        """What measures: CUDA events, before which a delay hides host time unless execution_mode is "eager"."""
+        usual = "events_no_delay" if self.execution_mode == "eager" else "events"
+        return usual if self._timer == "auto" else self._timer
+
+    def manifest_fields(self) -> dict[str, str]:
+        """The fields that differ from their defaults, by the names that FlashInfer stores them under."""
+        fields = {"execution_mode": self.execution_mode, "cold_l2": str(self.cold_l2), "timer": self._timer}
+        return {f"measure_{name}": value for name, value in fields.items() if value not in ("auto", "None")}
 
 
 def _table(cache_root: str | Path | None) -> Path:

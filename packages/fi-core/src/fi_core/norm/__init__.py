@@ -6,6 +6,13 @@ import warnings
 from typing import TYPE_CHECKING
 
 from fi_core.norm import ops, trace
+from fi_core.norm.dit import (
+    fused_dit_gate_residual_layernorm_gamma_beta as fused_dit_gate_residual_layernorm_gamma_beta,
+)
+from fi_core.norm.dit import (
+    fused_dit_gate_residual_layernorm_scale_shift as fused_dit_gate_residual_layernorm_scale_shift,
+)
+from fi_core.norm.dit import fused_dit_residual_layernorm_scale_shift as fused_dit_residual_layernorm_scale_shift
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import UnsupportedError
 

@@ -27,7 +27,7 @@ from fi_core.quantization.fp8_quantization import (
     mxfp8_quantize,
     per_token_group_quant_8bit,
 )
-from fi_core.quantization.kv_cache import nvfp4_kv_dequantize, nvfp4_kv_dequantize_paged
+from fi_core.quantization.kv_cache import nvfp4_kv_dequantize, nvfp4_kv_dequantize_paged, nvfp4_kv_quantize
 from fi_core.quantization.packbits import packbits, packbits_segments, segment_packbits
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "nvfp4_block_scale_interleave",
     "nvfp4_kv_dequantize",
     "nvfp4_kv_dequantize_paged",
+    "nvfp4_kv_quantize",
     "nvfp4_quantize",
     "packbits",
     "packbits_segments",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fi_core.observe.log import fi_api
 from fi_core.quantization import ops
+from fi_core.quantization.fp4_quantization import fp4_quantize
 from fi_core.quantization.layout import SfLayout, bytes_of
 from fi_core.utils import _unpack_paged_kv_cache, ceil_div
 
@@ -53,6 +54,30 @@ def _factor(scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
     import torch
 
     return torch.as_tensor(scale, dtype=torch.float32, device=device).reshape(1)
+
+
+@fi_api
+def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantizes rows to NVFP4 with scales in rows, so that `value = e2m1 * block scale * global_scale`.
+
+    Args:
+        input: `[m, k]`, bf16 or fp16, k a multiple of 16.
+        global_scale: `[1]`, fp32, on the device of input; conventionally `max(abs(input)) / (448 * 6)`.
+
+    Returns:
+        fp4_output: `[m, k / 2]`, uint8, two values a byte, the even one in the lower half.
+        block_scales: `[m, k / 16]`, the bytes of e4m3 scales as uint8.
+
+    Raises:
+        ValueError: A shape or device does not fit.
+        TypeError: A dtype does not fit.
+    """
+    if input.ndim != 2 or input.shape[1] % _BLOCK:
+        raise ValueError(f"input must have shape [m, k], k divisible by {_BLOCK}; got {list(input.shape)}")
+    values, scales = fp4_quantize(
+        input, global_scale, _BLOCK, is_sf_swizzled_layout=False, is_global_scale_inversed=True
+    )
+    return values, scales.view(input.shape[0], -1)
 
 
 @fi_api

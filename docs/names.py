@@ -22,10 +22,12 @@ class Row(NamedTuple):
 _Parameter = inspect.Parameter
 
 
-def _plain(default: Any) -> bool:
-    """Whether a default can be compared: the recorded default of an enum or dtype is its name, others are code."""
-    code = isinstance(default, str) and (default.startswith("_") or "." in default or " " in default)
-    return default is not _Parameter.empty and not code
+def _plain(default: Any, own: Any) -> bool:
+    """Whether a default can be compared: that of an enum, dtype or constant is recorded by name, others are code."""
+    if default is _Parameter.empty or not isinstance(default, str):
+        return default is not _Parameter.empty
+    constant = default.isupper() and "_" in default and not isinstance(own, str)
+    return not (constant or default.startswith("_") or "." in default or " " in default)
 
 
 def differences(theirs: inspect.Signature, ours: inspect.Signature) -> list[str]:
@@ -50,7 +52,11 @@ def differences(theirs: inspect.Signature, ours: inspect.Signature) -> list[str]
             found.append(f"`{parameter.name}` {where}")
         elif parameter.default is not _Parameter.empty and own.default is _Parameter.empty:
             found.append(f"`{parameter.name}` is required")
-        elif _plain(parameter.default) and own.default != parameter.default and type(own.default) in _LITERALS:
+        elif (
+            _plain(parameter.default, own.default)
+            and own.default != parameter.default
+            and type(own.default) in _LITERALS
+        ):
             found.append(f"`{parameter.name}` defaults to `{own.default!r}`")
     names = {parameter.name for parameter in wanted}
     found += [

@@ -41,6 +41,8 @@ def names() -> Iterator[ModuleType]:
         ("a=1", "a=2", ["`a` defaults to `2`"]),
         ("a='torch.bfloat16'", "a=None", []),
         ("a='_UNSET'", "a=None", []),
+        ("a='MAX_BLOCKS'", "a=128", []),
+        ("a='NHD'", "a=None", ["`a` defaults to `None`"]),
         ("self, a", "a", []),
     ],
 )

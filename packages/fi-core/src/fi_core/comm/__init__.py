@@ -23,6 +23,7 @@ from fi_core.comm.moe_alltoall import (
     moe_a2a_sanitize_expert_ids,
     moe_a2a_wrap_payload_tensor_in_workspace,
 )
+from fi_core.comm.pcie_ipc_ar import PcieIpcAllReduceWorkspace, PcieIpcLaunchConfig
 from fi_core.comm.trtllm_ar import (
     trtllm_allreduce_fusion,
     trtllm_create_ipc_workspace_for_all_reduce_fusion,
@@ -65,6 +66,8 @@ __all__ = [
     "Mapping",
     "MnnvlConfig",
     "MoeAlltoAll",
+    "PcieIpcAllReduceWorkspace",
+    "PcieIpcLaunchConfig",
     "QuantizationSFLayout",
     "TRTLLMAllReduceFusionWorkspace",
     "TorchDistBackend",

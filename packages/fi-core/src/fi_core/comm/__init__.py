@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fi_core.comm.dcp_alltoall import AllToAllWorkspace
+from fi_core.comm.dcp_lse_reduce import decode_cp_a2a_lse_reduce, decode_cp_a2a_lse_reduce_create_workspace
 from fi_core.comm.fusion import (
     AllReduceFusionPattern,
     QuantizationSFLayout,
@@ -41,6 +42,12 @@ from fi_core.comm.trtllm_custom_ar import (
     trtllm_custom_all_reduce,
     trtllm_destroy_ipc_workspace_for_all_reduce,
 )
+from fi_core.comm.ulysses import (
+    UlyssesBackendDecision,
+    UlyssesBackendError,
+    UlyssesCommunicator,
+    UlyssesWorkspace,
+)
 from fi_core.comm.ulysses_head_chunk import merge_ulysses_output_head_chunk, pack_ulysses_qkv_head_chunk
 from fi_core.comm.vllm_ar import (
     vllm_all_reduce,
@@ -71,10 +78,16 @@ __all__ = [
     "QuantizationSFLayout",
     "TRTLLMAllReduceFusionWorkspace",
     "TorchDistBackend",
+    "UlyssesBackendDecision",
+    "UlyssesBackendError",
+    "UlyssesCommunicator",
+    "UlyssesWorkspace",
     "allreduce_fusion",
     "compute_fp4_swizzled_layout_sf_size",
     "create_allreduce_fusion_workspace",
     "create_shared_buffer",
+    "decode_cp_a2a_lse_reduce",
+    "decode_cp_a2a_lse_reduce_create_workspace",
     "free_shared_buffer",
     "merge_ulysses_output_head_chunk",
     "moe_a2a_combine",

@@ -9,6 +9,13 @@ from fi_core.fused_moe.core import (
     reorder_rows_for_gated_act_gemm,
 )
 from fi_core.fused_moe.cutlass import cutlass_fused_moe
+from fi_core.fused_moe.one_call import (
+    alloc_scratchpad,
+    get_scratchpad_size_bytes,
+    has_monomoe,
+    interleave_for_tma_wgmma_up,
+    mono_moe,
+)
 from fi_core.fused_moe.routing import fused_topk_deepseek, hash_topk
 from fi_core.fused_moe.trtllm_bf16 import trtllm_bf16_moe, trtllm_bf16_routed_moe
 from fi_core.fused_moe.trtllm_fp4 import trtllm_fp4_block_scale_moe, trtllm_fp4_block_scale_routed_moe
@@ -36,14 +43,19 @@ __all__ = [
     "QuantFormat",
     "RoutingMethodType",
     "WeightLayout",
+    "alloc_scratchpad",
     "convert_to_block_layout",
     "cutlass_fused_moe",
     "cutlass_fused_moe_workspace_size",
     "fused_topk_deepseek",
+    "get_scratchpad_size_bytes",
+    "has_monomoe",
     "hash_topk",
+    "interleave_for_tma_wgmma_up",
     "interleave_moe_scales_for_sm90_mixed_gemm",
     "interleave_moe_weights_for_sm90_mixed_gemm",
     "is_gated_activation",
+    "mono_moe",
     "reorder_rows_for_gated_act_gemm",
     "trtllm_bf16_moe",
     "trtllm_bf16_routed_moe",

@@ -290,8 +290,8 @@ def _check_partial_attention(rank: int, world: int, device: torch.device) -> Non
     """Row j of rank i becomes row i of rank j, of both tensors."""
     workspace = decode_cp_a2a_allocate_mnnvl_workspace(comm.Mapping(world, rank, cp_size=world))
     decode_cp_a2a_init_workspace(workspace, rank, world)
-    o = torch.randn(3, world, 64, device=device).to(BF16)
-    stats = torch.randn(3, world, 2, device=device)
+    assert workspace.nbytes == comm.decode_cp_a2a_workspace_size(world)
+    o, stats = torch.randn(3, world, 64, device=device).to(BF16), torch.randn(3, world, 2, device=device)
     o_out, stats_out = decode_cp_a2a_alltoall(o, stats, workspace, rank, world)
     for source, (theirs, their_stats) in enumerate(zip(_gather(o), _gather(stats))):
         assert torch.equal(o_out[:, source].cpu(), theirs[:, rank])

@@ -153,3 +153,9 @@ def test_a_workspace_of_trtllm_by_its_class() -> None:
         comm.TRTLLMAllReduceFusionWorkspace(2, 0, 8, 64, torch.bfloat16, OneRank())
     with pytest.raises(TypeError, match="abstract"):
         comm.AllReduceFusionWorkspace(1, 0)  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize("ranks", [0, 9, 2.0])
+def test_a_workspace_of_no_group_has_no_size(ranks: Any) -> None:
+    with pytest.raises(ValueError, match=f"cp_size must be 1 to 8; got {ranks}"):
+        comm.decode_cp_a2a_workspace_size(ranks)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fi_core.comm import ops
 from fi_core.comm.mapping import Mapping
 from fi_core.comm.mnnvl import CommBackend, MnnvlConfig, ranks_of
-from fi_core.comm.workspace import CommWorkspace, current_device, find_by_address
+from fi_core.comm.workspace import HEADER, MAX_WORLD, ROTATIONS, CommWorkspace, current_device, find_by_address
 from fi_core.observe.log import fi_api
 from fi_core.utils import round_up
 
@@ -19,6 +19,7 @@ __all__ = [
     "decode_cp_a2a_allocate_mnnvl_workspace",
     "decode_cp_a2a_alltoall",
     "decode_cp_a2a_init_workspace",
+    "decode_cp_a2a_workspace_size",
 ]
 
 _MAX_BYTES = 16 << 20  # for each other rank; a larger message takes several launches
@@ -33,10 +34,8 @@ class AllToAllWorkspace(CommWorkspace):
     """
 
     def __init__(self, device: torch.device, comm_backend: CommBackend, timeout: float = 300.0) -> None:
-        others = comm_backend.Get_size() - 1
         self._flags = _MAX_FLAGS if device.type == "cuda" else 0
-        bulk = 2 * others * (4 * _MAX_FLAGS + _MAX_BYTES) if self._flags else 0
-        super().__init__(device, comm_backend, 128 if bulk else 1 << 20, bulk, timeout)
+        super().__init__(device, comm_backend, *_bytes_of(device, comm_backend.Get_size()), timeout)
 
     def all_to_all(self, input: torch.Tensor, out: torch.Tensor) -> None:
         """`out[j]` of rank i becomes `input[i]` of rank j.
@@ -64,7 +63,28 @@ class AllToAllWorkspace(CommWorkspace):
         ops.all_to_all(input, max_flags=self._flags, out=out, gather=True, **self.shared)
 
 
+def _bytes_of(device: torch.device, ranks: int) -> tuple[int, int]:
+    """Bytes of a rotation, and of the bulk behind the rotations."""
+    bulk = 2 * (ranks - 1) * (4 * _MAX_FLAGS + _MAX_BYTES) if device.type == "cuda" else 0
+    return 128 if bulk else 1 << 20, bulk
+
+
 workspaces: dict[int, AllToAllWorkspace] = {}  # by the address of the tensor
+
+
+def decode_cp_a2a_workspace_size(cp_size: int) -> int:
+    """Returns the bytes of each rank's workspace on the current device: what the allocation below takes.
+
+    Args:
+        cp_size: ranks of the context-parallel group, 1 to 8.
+
+    Raises:
+        ValueError: cp_size.
+    """
+    if type(cp_size) is not int or not 1 <= cp_size <= MAX_WORLD:
+        raise ValueError(f"cp_size must be 1 to {MAX_WORLD}; got {cp_size!r}")
+    rotation, bulk = _bytes_of(current_device(), cp_size)
+    return HEADER + ROTATIONS * rotation + bulk
 
 
 def decode_cp_a2a_allocate_mnnvl_workspace(mapping: Mapping, mnnvl_config: MnnvlConfig | None = None) -> torch.Tensor:

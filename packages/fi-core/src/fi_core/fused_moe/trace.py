@@ -6,8 +6,21 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from fi_core.observe.describe import with_sizes
 from fi_core.observe.draw import Draw, nbytes
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work, samples
+from fi_core.observe.trace import (
+    Const,
+    Scalar,
+    Tensor,
+    TraceTemplate,
+    Var,
+    Work,
+    axes_of,
+    samples,
+    sized,
+    tensors,
+    words,
+)
 
 _BLOCK = 128  # of fp8 values that share a scale
 _DEEPSEEK = 2  # RoutingMethodType.DeepSeekV3
@@ -84,25 +97,24 @@ def _routed_blocks_reference(  # type: ignore[no-untyped-def]
     return _experts(hidden_states, ids, weights, up, down, _to_e4m3_and_back)
 
 
-def _make_topk(
-    draw: Draw, *, dtype: str = "float32", num_tokens: int = 7, num_experts: int = 64, top_k: int = 6, n_group: int = 4,
-    topk_group: int = 2,
-) -> dict[str, Any]:  # fmt: skip
-    scores = draw.normal((num_tokens, num_experts), dtype)
+@sized(dtype="float32", num_tokens=7, num_experts=64, top_k=6, n_group=4, topk_group=2)
+def _make_topk(draw: Draw, s: Any) -> dict[str, Any]:
+    scores = draw.normal((s.num_tokens, s.num_experts), s.dtype)
     return {
-        "scores": draw.rows(scores), "bias": draw.normal((num_experts,), dtype, 0.1), "n_group": n_group,
-        "topk_group": topk_group, "topk": top_k, "routed_scaling_factor": 2.5,
-        "topk_values": draw.poison(draw.normal((num_tokens, top_k), "float32")),
-        "topk_indices": draw.integers(0, 1, (num_tokens, top_k)),
-    }  # fmt: skip
+        "scores": draw.rows(scores),
+        "bias": draw.normal((s.num_experts,), s.dtype, 0.1),
+        **s.named("n_group", "topk_group"),
+        "topk": s.top_k,
+        "routed_scaling_factor": 2.5,
+        "topk_values": draw.poison(draw.normal((s.num_tokens, s.top_k), "float32")),
+        "topk_indices": draw.integers(0, 1, (s.num_tokens, s.top_k)),
+    }
 
 
-def _make_layer(
-    draw: Draw, dtype: str, num_tokens: int, num_experts: int, hidden_size: int, intermediate_size: int, blocks: bool
-) -> tuple[Any, ...]:
+def _make_layer(draw: Draw, s: Any, dtype: str, blocks: bool) -> tuple[Any, ...]:
     """Tokens, the weights of each expert, and their scales."""
-    x = draw.rows(draw.normal((num_tokens, hidden_size), dtype))
-    shapes = (num_experts, 2 * intermediate_size, hidden_size), (num_experts, hidden_size, intermediate_size)
+    x, experts = draw.rows(draw.normal((s.num_tokens, s.hidden_size), dtype)), s.num_experts
+    shapes = (experts, 2 * s.intermediate_size, s.hidden_size), (experts, s.hidden_size, s.intermediate_size)
     if not blocks:
         return (x, *(draw.normal(shape, dtype, shape[2] ** -0.5) for shape in shapes), ())
     grids = [(e, rows // _BLOCK, k // _BLOCK) for e, rows, k in shapes]
@@ -111,55 +123,33 @@ def _make_layer(
     return (x, *(draw.normal(shape, "float8_e4m3fn", 64.0) for shape in shapes), scales)
 
 
-def _make_cutlass(
-    draw: Draw, *, dtype: str = "bfloat16", num_tokens: int = 9, num_experts: int = 8, top_k: int = 3,
-    hidden_size: int = 128, intermediate_size: int = 128, blocks: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    x, up, down, scales = _make_layer(draw, dtype, num_tokens, num_experts, hidden_size, intermediate_size, blocks)
-    weights, ids = draw.normal((num_tokens, num_experts), "float32").softmax(-1).topk(top_k)
+@sized(dtype="bfloat16", num_tokens=9, num_experts=8, top_k=3, hidden_size=128, intermediate_size=128, blocks=False)
+def _make_cutlass(draw: Draw, s: Any) -> dict[str, Any]:
+    x, up, down, scales = _make_layer(draw, s, s.dtype, s.blocks)
+    weights, ids = draw.normal((s.num_tokens, s.num_experts), "float32").softmax(-1).topk(s.top_k)
     ids = ids.int()
     if draw.nasty and ids.numel():
         ids[-1, -1] = -1  # the expert of another rank
-    found = {
-        "input": x, "token_selected_experts": ids, "token_final_scales": weights, "fc1_expert_weights": up,
-        "fc2_expert_weights": down, "output_dtype": x.dtype, "quant_scales": list(scales),
-    }  # fmt: skip
-    return {**found, "use_deepseek_fp8_block_scale": True} if blocks else found
+    found = {"input": x, "token_selected_experts": ids, "token_final_scales": weights, "fc1_expert_weights": up}
+    found |= {"fc2_expert_weights": down, "output_dtype": x.dtype, "quant_scales": list(scales)}
+    return {**found, "use_deepseek_fp8_block_scale": True} if s.blocks else found
 
 
-def _make_blocks(
-    draw: Draw, *, dtype: str = "bfloat16", num_tokens: int = 9, num_experts: int = 8, top_k: int = 3,
-    hidden_size: int = 128, intermediate_size: int = 128,
-) -> dict[str, Any]:  # fmt: skip
-    return _make_cutlass(
-        draw, dtype=dtype, num_tokens=num_tokens, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
-        intermediate_size=intermediate_size, blocks=True,
-    )  # fmt: skip
+_make_blocks = with_sizes(_make_cutlass, ("blocks",), blocks=True)
+_make_plain = with_sizes(_make_cutlass, ("blocks",), intermediate_size=64)
 
 
-def _make_plain(
-    draw: Draw, *, dtype: str = "bfloat16", num_tokens: int = 9, num_experts: int = 8, top_k: int = 3,
-    hidden_size: int = 128, intermediate_size: int = 64,
-) -> dict[str, Any]:  # fmt: skip
-    return _make_cutlass(
-        draw, dtype=dtype, num_tokens=num_tokens, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-    )  # fmt: skip
-
-
-def _make_trtllm(
-    draw: Draw, *, num_tokens: int = 9, num_experts: int = 16, top_k: int = 3, n_group: int = 4, topk_group: int = 2,
-    hidden_size: int = 128, intermediate_size: int = 128,
-) -> dict[str, Any]:  # fmt: skip
-    x, up, down, scales = _make_layer(draw, "bfloat16", num_tokens, num_experts, hidden_size, intermediate_size, True)
-    return {
-        "routing_logits": draw.normal((num_tokens, num_experts), "float32"),
-        "routing_bias": draw.normal((num_experts,), "float32", 0.1), "hidden_states": x, "hidden_states_scale": None,
-        "gemm1_weights": up, "gemm1_weights_scale": scales[0], "gemm2_weights": down, "gemm2_weights_scale": scales[1],
-        "num_experts": num_experts, "top_k": top_k, "n_group": n_group, "topk_group": topk_group,
-        "intermediate_size": intermediate_size, "local_expert_offset": 0, "local_num_experts": num_experts,
-        "routed_scaling_factor": 1.0, "routing_method_type": _DEEPSEEK,
-    }  # fmt: skip
+@sized(num_tokens=9, num_experts=16, top_k=3, n_group=4, topk_group=2, hidden_size=128, intermediate_size=128)
+def _make_trtllm(draw: Draw, s: Any) -> dict[str, Any]:
+    x, up, down, scales = _make_layer(draw, s, "bfloat16", True)
+    routing = {"routing_logits": draw.normal((s.num_tokens, s.num_experts), "float32")}
+    routing["routing_bias"] = draw.normal((s.num_experts,), "float32", 0.1)
+    tokens = {"hidden_states": x, "hidden_states_scale": None}
+    weights = {"gemm1_weights": up, "gemm1_weights_scale": scales[0]}
+    weights |= {"gemm2_weights": down, "gemm2_weights_scale": scales[1]}
+    sizes = s.named("num_experts", "top_k", "n_group", "topk_group", "intermediate_size")
+    options = {"routed_scaling_factor": 1.0, "routing_method_type": _DEEPSEEK, "local_expert_offset": 0}
+    return {**routing, **tokens, **weights, **sizes, **options, "local_num_experts": s.num_experts}
 
 
 def _topk_work(arguments: Mapping[str, Any]) -> Work:
@@ -182,27 +172,36 @@ def _layer_work(arguments: Mapping[str, Any]) -> Work:
     return Work(2 * rows * sum(w[0].numel() for w in weights), read + 2 * nbytes(x) + nbytes(*routing), unit)
 
 
-_ROUTER: dict[str, Var | Const] = {
-    "num_tokens": Var(), "num_experts": Const(abbrev="e"), "top_k": Const(abbrev="k"),
-}  # fmt: skip
-_LAYER: dict[str, Var | Const] = {
-    **_ROUTER, "hidden_size": Const(abbrev="h"), "intermediate_size": Const(abbrev="i"), "up_rows": Const(abbrev=""),
-}  # fmt: skip
+_ROUTER: dict[str, Var | Const] = {"num_tokens": Var(), "num_experts": Const(abbrev="e"), "top_k": Const(abbrev="k")}
+_AXES = {"num_experts": "e", "top_k": "k", "hidden_size": "h", "intermediate_size": "i", "up_rows": ""}
+_AXES |= dict.fromkeys(("up_blocks", "hidden_blocks", "intermediate_blocks"), "")
 _CUTLASS = {
-    "input": Tensor(["num_tokens", "hidden_size"]),
-    "token_selected_experts": Tensor(["num_tokens", "top_k"]),
-    "token_final_scales": Tensor(["num_tokens", "top_k"]),
-    "fc1_expert_weights": Tensor(["num_experts", "up_rows", "hidden_size"]),
-    "fc2_expert_weights": Tensor(["num_experts", "hidden_size", "intermediate_size"]),
+    **tensors(input="num_tokens hidden_size"),
+    **tensors(token_selected_experts="num_tokens top_k", token_final_scales="num_tokens top_k"),
+    **tensors(fc1_expert_weights="num_experts up_rows hidden_size"),
+    **tensors(fc2_expert_weights="num_experts hidden_size intermediate_size"),
 }
-_GRIDS: dict[str, Var | Const] = {
-    name: Const(abbrev="") for name in ("up_blocks", "hidden_blocks", "intermediate_blocks")
+_SCALES = {"param": "quant_scales"}
+_CUTLASS_BLOCKS = {
+    **_CUTLASS,
+    **tensors({**_SCALES, "tuple_idx": 0}, fc1_scales="num_experts up_blocks hidden_blocks"),
+    **tensors({**_SCALES, "tuple_idx": 1}, fc2_scales="num_experts hidden_blocks intermediate_blocks"),
 }
-_OF_EXPERTS = (
-    "fc1_expert_biases", "fc2_expert_biases", "input_sf", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "ep_size",
-    "use_w4_group_scaling", "use_mxfp8_act_scaling", "min_latency_mode", "use_packed_weights", "activation_type",
-    "use_wfp4afp8_humming", "clamped_relu2_limit", "situ_beta", "situ_linear_beta",
-)  # fmt: skip
+_NUMBERS = {name: Scalar("int32") for name in ("top_k", "n_group", "topk_group")}
+_TRTLLM: dict[str, Tensor | Scalar] = {
+    **tensors(routing_logits="num_tokens num_experts", routing_bias="num_experts"),
+    **tensors(hidden_states="num_tokens hidden_size", gemm1_weights="num_experts up_rows hidden_size"),
+    **tensors(gemm1_weights_scale="num_experts up_blocks hidden_blocks"),
+    **tensors(gemm2_weights="num_experts hidden_size intermediate_size"),
+    **tensors(gemm2_weights_scale="num_experts hidden_blocks intermediate_blocks"),
+    **_NUMBERS,
+    "routed_scaling_factor": Scalar(),
+}
+_OF_EXPERTS = words(
+    "fc1_expert_biases fc2_expert_biases input_sf swiglu_alpha swiglu_beta swiglu_limit ep_size use_w4_group_scaling",
+    "use_mxfp8_act_scaling min_latency_mode use_packed_weights activation_type use_wfp4afp8_humming",
+    "clamped_relu2_limit situ_beta situ_linear_beta",
+)
 _OF_RUN = ("moe_sort", "moe_finalize")  # launched by every layer; the others by its size
 # Outputs of 16-bit layers are N(0, 1) at most; those of fp8 also differ where a value rounds to the other side.
 _ROUNDED = {"bfloat16": (4e-2, 4e-2), "float16": (2e-2, 2e-2)}
@@ -212,12 +211,14 @@ FUSED_TOPK = TraceTemplate(
     name_prefix="fused_topk_deepseek",
     axes=_ROUTER,
     inputs={
-        "scores": Tensor(["num_tokens", "num_experts"]), "bias": Tensor(["num_experts"]), "n_group": Scalar("int32"),
-        "topk_group": Scalar("int32"), "top_k": Scalar("int32", param="topk"), "routed_scaling_factor": Scalar(),
+        **tensors(scores="num_tokens num_experts", bias="num_experts"),
+        **_NUMBERS,
+        "top_k": Scalar("int32", param="topk"),
+        "routed_scaling_factor": Scalar(),
     },
     outputs={
-        "topk_values": Tensor(["num_tokens", "top_k"], param="topk_values", dtype="float32"),
-        "topk_indices": Tensor(["num_tokens", "top_k"], param="topk_indices", dtype="int32"),
+        **tensors({"param": "topk_values", "dtype": "float32"}, topk_values="num_tokens top_k"),
+        **tensors({"param": "topk_indices", "dtype": "int32"}, topk_indices="num_tokens top_k"),
     },
     reference=(_routing, _topk_reference),
     op="moe_route",
@@ -225,14 +226,14 @@ FUSED_TOPK = TraceTemplate(
     samples=samples({"dtype": ("float32",), "num_experts, top_k, n_group, topk_group": ((64, 6, 4, 2), (48, 8, 1, 1))}),
     work=_topk_work,
     description="Experts of each token by DeepSeek-V3's rule.",
-)  # fmt: skip
+)
 
 CUTLASS = TraceTemplate(
     "moe",
     name_prefix="moe",
-    axes=_LAYER,
+    axes=axes_of(_CUTLASS, **_AXES),
     inputs=_CUTLASS,
-    outputs={"output": Tensor(["num_tokens", "hidden_size"], dtype_from_scalar="output_dtype")},
+    outputs=tensors({"dtype_from_scalar": "output_dtype"}, output="num_tokens hidden_size"),
     reference=(_experts, _plain_reference),
     op=_OF_RUN,
     make=_make_plain,
@@ -246,14 +247,8 @@ CUTLASS = TraceTemplate(
 CUTLASS_BLOCKS = TraceTemplate(
     "moe",
     name_prefix="moe_fp8_block_scale",
-    axes={**_LAYER, **_GRIDS},
-    inputs={
-        **_CUTLASS,
-        "fc1_scales": Tensor(["num_experts", "up_blocks", "hidden_blocks"], param="quant_scales", tuple_idx=0),
-        "fc2_scales": Tensor(
-            ["num_experts", "hidden_blocks", "intermediate_blocks"], param="quant_scales", tuple_idx=1
-        ),
-    },
+    axes=axes_of(_CUTLASS_BLOCKS, **_AXES),
+    inputs=_CUTLASS_BLOCKS,
     outputs=CUTLASS.outputs,
     reference=(_experts, _dequantized, _to_e4m3_and_back, _blocks_reference),
     tags=("weights:fp8_block_scale",),
@@ -269,32 +264,21 @@ CUTLASS_BLOCKS = TraceTemplate(
 TRTLLM_BLOCKS = TraceTemplate(
     "moe",
     name_prefix="moe_fp8_block_scale_ds_routing",
-    axes={**_LAYER, **_GRIDS},
-    inputs={
-        "routing_logits": Tensor(["num_tokens", "num_experts"]),
-        "routing_bias": Tensor(["num_experts"]),
-        "hidden_states": Tensor(["num_tokens", "hidden_size"]),
-        "gemm1_weights": Tensor(["num_experts", "up_rows", "hidden_size"]),
-        "gemm1_weights_scale": Tensor(["num_experts", "up_blocks", "hidden_blocks"]),
-        "gemm2_weights": Tensor(["num_experts", "hidden_size", "intermediate_size"]),
-        "gemm2_weights_scale": Tensor(["num_experts", "hidden_blocks", "intermediate_blocks"]),
-        "top_k": Scalar("int32"), "n_group": Scalar("int32"), "topk_group": Scalar("int32"),
-        "routed_scaling_factor": Scalar(),
-    },
-    outputs={"output": Tensor(["num_tokens", "hidden_size"], dtype="bfloat16")},
+    axes={**_ROUTER, **axes_of(_TRTLLM, **_AXES)},
+    inputs=_TRTLLM,
+    outputs=tensors({"dtype": "bfloat16"}, output="num_tokens hidden_size"),
     reference=(_routing, _experts, _dequantized, _to_e4m3_and_back, _routed_blocks_reference),
     op=("moe_route", *_OF_RUN),
     make=_make_trtllm,
     samples=samples({"num_tokens": (1, 9)}),
     work=_layer_work,
     tolerance=_ROUNDED,
-    others=(
-        "hidden_states_scale", "use_shuffled_weight", "weight_layout", "num_fused_shared_experts", "activation_type",
-        "fp8_quantization_type", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "gemm1_bias", "gemm2_bias",
-        "local_expert_offset",
+    others=words(
+        "hidden_states_scale use_shuffled_weight weight_layout num_fused_shared_experts activation_type",
+        "fp8_quantization_type gemm1_alpha gemm1_beta gemm1_clamp_limit gemm1_bias gemm2_bias local_expert_offset",
     ),
     description="Routing by DeepSeek-V3's rule and its mixture of experts; e4m3 weights with scales of 128 x 128.",
-)  # fmt: skip
+)
 
 
 def cutlass(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fi_core.observe.draw import Draw, dtype_of, nbytes
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
+from fi_core.observe.trace import Scalar, Tensor, TraceTemplate, Work, axes_of, options, sized, tensors
 from fi_core.quantization.layout import SfLayout, scale_shape
 from fi_core.quantization.reference import e2m1_values, linear, powers
 
@@ -87,19 +87,15 @@ def _alpha(draw: Draw, k: int) -> Any:
     return x.mul_(k**-0.5 / 16)
 
 
-def _make_mm_fp4(
-    draw: Draw, *, m: int = 5, n: int = 72, k: int = 160, use_nvfp4: bool = True, layout: str = "128x4",
-    out_dtype: str = "bfloat16",
-) -> dict[str, Any]:  # fmt: skip
-    block = 16 if use_nvfp4 else 32
-    of_weights = SfLayout.layout_linear if layout == "linear" else SfLayout.layout_128x4
-    return {
-        "a": _packed(draw, m, k), "b": _packed(draw, n, k).t(),
-        "a_descale": _scales(draw, m, k, block, SfLayout[f"layout_{layout}"]),
-        "b_descale": _scales(draw, n, k, block, of_weights).t(), "alpha": _alpha(draw, k),
-        "block_size": block, "use_nvfp4": use_nvfp4, "use_8x4_sf_layout": layout == "8x4",
-        "out_dtype": dtype_of(out_dtype),
-    }  # fmt: skip
+@sized(m=5, n=72, k=160, use_nvfp4=True, layout="128x4", out_dtype="bfloat16")
+def _make_mm_fp4(draw: Draw, s: Any) -> dict[str, Any]:
+    block = 16 if s.use_nvfp4 else 32
+    of_weights = SfLayout.layout_linear if s.layout == "linear" else SfLayout.layout_128x4
+    found = {"a": _packed(draw, s.m, s.k), "b": _packed(draw, s.n, s.k).t()}
+    found["a_descale"] = _scales(draw, s.m, s.k, block, SfLayout[f"layout_{s.layout}"])
+    found |= {"b_descale": _scales(draw, s.n, s.k, block, of_weights).t(), "alpha": _alpha(draw, s.k)}
+    options = {"block_size": block, "use_nvfp4": s.use_nvfp4, "use_8x4_sf_layout": s.layout == "8x4"}
+    return {**found, **options, "out_dtype": dtype_of(s.out_dtype)}
 
 
 def _tokens(draw: Draw, m: int, k: int) -> Any:
@@ -110,46 +106,39 @@ def _tokens(draw: Draw, m: int, k: int) -> Any:
     return draw.rows(x)
 
 
-def _make_mm_bf16_fp4(
-    draw: Draw, *, m: int = 5, n: int = 72, k: int = 160, block_size: int = 16, layout: str = "128x4",
-    out_dtype: str = "bfloat16",
-) -> dict[str, Any]:  # fmt: skip
-    return {
-        "a": _tokens(draw, m, k), "b": _packed(draw, n, k),
-        "b_descale": _scales(draw, n, k, block_size, SfLayout[f"layout_{layout}"]),
-        "alpha": _alpha(draw, k), "block_size": block_size, "out_dtype": dtype_of(out_dtype),
-    }  # fmt: skip
+@sized(m=5, n=72, k=160, block_size=16, layout="128x4", out_dtype="bfloat16")
+def _make_mm_bf16_fp4(draw: Draw, s: Any) -> dict[str, Any]:
+    found = {"a": _tokens(draw, s.m, s.k), "b": _packed(draw, s.n, s.k)}
+    found["b_descale"] = _scales(draw, s.n, s.k, s.block_size, SfLayout[f"layout_{s.layout}"])
+    return {**found, "alpha": _alpha(draw, s.k), "block_size": s.block_size, "out_dtype": dtype_of(s.out_dtype)}
 
 
 def _mxfp8(draw: Draw, rows: int, k: int, scale: float) -> Any:
     return draw.rows(draw.normal((rows, k), "float8_e4m3fn", scale))
 
 
-def _make_mm_mxfp8(
-    draw: Draw, *, m: int = 5, n: int = 72, k: int = 160, layout: str = "128x4", out_dtype: str = "bfloat16"
-) -> dict[str, Any]:
-    of_weights = SfLayout.layout_linear if layout == "linear" else SfLayout.layout_128x4
+@sized(m=5, n=72, k=160, layout="128x4", out_dtype="bfloat16")
+def _make_mm_mxfp8(draw: Draw, s: Any) -> dict[str, Any]:
+    of_weights = SfLayout.layout_linear if s.layout == "linear" else SfLayout.layout_128x4
     a_scale, b_scale = (
-        _scales(draw, rows, k, 32, own) for rows, own in ((m, SfLayout[f"layout_{layout}"]), (n, of_weights))
+        _scales(draw, rows, s.k, 32, own) for rows, own in ((s.m, SfLayout[f"layout_{s.layout}"]), (s.n, of_weights))
     )
-    flat = layout != "linear"
-    return {
-        "a": _mxfp8(draw, m, k, 1.0), "b": _mxfp8(draw, n, k, k**-0.5).t(),
-        "a_descale": a_scale.view(-1) if flat else a_scale, "b_descale": b_scale.view(-1) if flat else b_scale.t(),
-        "use_8x4_sf_layout": layout == "8x4", "out_dtype": dtype_of(out_dtype),
-    }  # fmt: skip
+    a, b = _mxfp8(draw, s.m, s.k, 1.0), _mxfp8(draw, s.n, s.k, s.k**-0.5).t()
+    scales = (a_scale, b_scale.t()) if s.layout == "linear" else (a_scale.view(-1), b_scale.view(-1))
+    found = {"a": a, "b": b, **dict(zip(("a_descale", "b_descale"), scales))}
+    return {**found, "use_8x4_sf_layout": s.layout == "8x4", "out_dtype": dtype_of(s.out_dtype)}
 
 
-def _make_bmm_mxfp8(
-    draw: Draw, *, batch_size: int = 3, m: int = 5, n: int = 72, k: int = 160, out_dtype: str = "bfloat16"
-) -> dict[str, Any]:
+@sized(batch_size=3, m=5, n=72, k=160, out_dtype="bfloat16")
+def _make_bmm_mxfp8(draw: Draw, s: Any) -> dict[str, Any]:
     """Scales are those of `mxfp8_quantize`, padded once for all rows."""
-    return {
-        "A": draw.rows(draw.normal((batch_size, m, k), "float8_e4m3fn")),
-        "B": draw.rows(draw.normal((batch_size, n, k), "float8_e4m3fn", k**-0.5)).mT,
-        "A_scale": _scales(draw, batch_size * m, k, 32, SfLayout.layout_128x4).view(-1),
-        "B_scale": _scales(draw, batch_size * n, k, 32, SfLayout.layout_128x4).view(-1), "dtype": dtype_of(out_dtype),
-    }  # fmt: skip
+    a, b = (
+        draw.rows(draw.normal((s.batch_size, rows, s.k), "float8_e4m3fn", scale))
+        for rows, scale in ((s.m, 1.0), (s.n, s.k**-0.5))
+    )
+    rows = {"A_scale": s.batch_size * s.m, "B_scale": s.batch_size * s.n}
+    scales = {name: _scales(draw, n, s.k, 32, SfLayout.layout_128x4).view(-1) for name, n in rows.items()}
+    return {"A": a, "B": b.mT, **scales, "dtype": dtype_of(s.out_dtype)}
 
 
 def _groups(draw: Draw, groups: int, m: int) -> Any:
@@ -160,30 +149,26 @@ def _groups(draw: Draw, groups: int, m: int) -> Any:
     return draw.offsets(sizes)
 
 
-def _make_grouped_fp4(
-    draw: Draw, *, group_size: int = 4, m: int = 5, n: int = 72, k: int = 160, block_size: int = 16,
-    layout: str = "linear", out_dtype: str = "bfloat16",
-) -> dict[str, Any]:  # fmt: skip
-    of_tokens = _scales(draw, group_size * m, k, block_size, SfLayout[f"layout_{layout}"])
-    return {
-        "a": _packed(draw, group_size * m, k), "b": _packed(draw, group_size, n, k),
-        "a_descale": draw.rows(of_tokens) if layout == "linear" else of_tokens,
-        "b_descale": _scales(draw, n, k, block_size, SfLayout.layout_128x4, (group_size,)),
-        "m_indptr": _groups(draw, group_size, m), "alpha": _alpha(draw, k), "block_size": block_size,
-        "out_dtype": dtype_of(out_dtype),
-    }  # fmt: skip
+@sized(group_size=4, m=5, n=72, k=160, block_size=16, layout="linear", out_dtype="bfloat16")
+def _make_grouped_fp4(draw: Draw, s: Any) -> dict[str, Any]:
+    of_tokens = _scales(draw, s.group_size * s.m, s.k, s.block_size, SfLayout[f"layout_{s.layout}"])
+    found = {"a": _packed(draw, s.group_size * s.m, s.k), "b": _packed(draw, s.group_size, s.n, s.k)}
+    found["a_descale"] = draw.rows(of_tokens) if s.layout == "linear" else of_tokens
+    found["b_descale"] = _scales(draw, s.n, s.k, s.block_size, SfLayout.layout_128x4, (s.group_size,))
+    found |= {"m_indptr": _groups(draw, s.group_size, s.m), "alpha": _alpha(draw, s.k)}
+    return {**found, "block_size": s.block_size, "out_dtype": dtype_of(s.out_dtype)}
 
 
-def _make_grouped_mxfp8(
-    draw: Draw, *, group_size: int = 4, m: int = 5, n: int = 72, k: int = 160, out_dtype: str = "bfloat16"
-) -> dict[str, Any]:
+@sized(group_size=4, m=5, n=72, k=160, out_dtype="bfloat16")
+def _make_grouped_mxfp8(draw: Draw, s: Any) -> dict[str, Any]:
     return {
-        "a": _mxfp8(draw, group_size * m, k, 1.0),
-        "b": draw.rows(draw.normal((group_size, n, k), "float8_e4m3fn", k**-0.5)),
-        "a_descale": _scales(draw, group_size * m, k, 32, SfLayout.layout_128x4).view(-1),
-        "b_descale": _scales(draw, n, k, 32, SfLayout.layout_128x4, (group_size,)),
-        "m_indptr": _groups(draw, group_size, m), "out_dtype": dtype_of(out_dtype),
-    }  # fmt: skip
+        "a": _mxfp8(draw, s.group_size * s.m, s.k, 1.0),
+        "b": draw.rows(draw.normal((s.group_size, s.n, s.k), "float8_e4m3fn", s.k**-0.5)),
+        "a_descale": _scales(draw, s.group_size * s.m, s.k, 32, SfLayout.layout_128x4).view(-1),
+        "b_descale": _scales(draw, s.n, s.k, 32, SfLayout.layout_128x4, (s.group_size,)),
+        "m_indptr": _groups(draw, s.group_size, s.m),
+        "out_dtype": dtype_of(s.out_dtype),
+    }
 
 
 def _work(left: str = "a", right: str = "b", transposed: bool = False) -> Callable[[Mapping[str, Any]], Work]:
@@ -210,26 +195,24 @@ def _sizes(shapes: Sequence[tuple[int, int, int]], **more: Any) -> tuple[dict[st
 
 def _template(
     name: str,
-    axes: str,
     inputs: Mapping[str, Tensor | Scalar],
-    output: Sequence[str],
+    output: str,
     reference: Callable[..., Any],
     make: Callable[..., dict[str, Any]],
     samples: Sequence[Mapping[str, Any]],
     description: str,
     work: Callable[[Mapping[str, Any]], Work],
-    op: str = "gemm",
     others: Sequence[str] = (),
 ) -> TraceTemplate:
-    fixed = ("n", "k", "k_bytes", "group_size")
-    dtype = "dtype" if name == "bmm_mxfp8" else "out_dtype"
+    """output: its axes."""
+    result = tensors({"dtype_from_scalar": "dtype" if name == "bmm_mxfp8" else "out_dtype"}, output=output)
     return TraceTemplate(
         name,
-        {axis: Const() if axis in fixed else Var() for axis in axes.split()},
+        axes_of({**inputs, **result}, **dict.fromkeys(("n", "k", "k_bytes", "group_size"))),
         inputs,
-        {"output": Tensor(output, dtype_from_scalar=dtype)},
+        result,
         reference=(linear, e2m1_values, powers, _scaled_values, reference),
-        op=op,
+        op="gemm",
         make=make,
         samples=samples,
         work=work,
@@ -239,59 +222,86 @@ def _template(
     )
 
 
-_ALPHA = Tensor(["one"], dtype="float32", optional=True)
-_BLOCK = Scalar("int32", optional=True)
-_FLAG = Scalar("bool", optional=True)
+_ALPHA: dict[str, Tensor | Scalar] = {
+    **tensors({"dtype": "float32", "optional": True}, alpha="one"),
+    **options(int32="block_size"),
+}
+_FLAG = options(bool="use_8x4_sf_layout")
 MM_FP4 = _template(
-    "mm_fp4", "m n k_bytes a_scale_rows a_scale_columns b_scale_columns b_scale_rows one",
-    {"a": Tensor(["m", "k_bytes"]), "b": Tensor(["k_bytes", "n"]),
-     "a_descale": Tensor(["a_scale_rows", "a_scale_columns"]),
-     "b_descale": Tensor(["b_scale_columns", "b_scale_rows"]), "alpha": _ALPHA, "block_size": _BLOCK,
-     "use_8x4_sf_layout": _FLAG},
-    ["m", "n"], _mm_fp4_reference, _make_mm_fp4,
-    (*_sizes(_SHAPES), *_sizes(_SHAPES[:3], use_nvfp4=False), *_sizes(_SHAPES[:2], layout="8x4"),
-     *_sizes(_SHAPES[:2], layout="linear", out_dtype="float16"), *_sizes(((7, 40, 48),), out_dtype="float32")),
-    "The product of fp4 tokens and weights with block scales.", _work(transposed=True),
-)  # fmt: skip
+    "mm_fp4",
+    {
+        **tensors(a="m k_bytes", b="k_bytes n", a_descale="a_scale_rows a_scale_columns"),
+        **tensors(b_descale="b_scale_columns b_scale_rows"),
+        **_ALPHA,
+        **_FLAG,
+    },
+    "m n",
+    _mm_fp4_reference,
+    _make_mm_fp4,
+    (
+        *(*_sizes(_SHAPES), *_sizes(_SHAPES[:3], use_nvfp4=False), *_sizes(_SHAPES[:2], layout="8x4")),
+        *_sizes(_SHAPES[:2], layout="linear", out_dtype="float16"),
+        *_sizes(((7, 40, 48),), out_dtype="float32"),
+    ),
+    "The product of fp4 tokens and weights with block scales.",
+    _work(transposed=True),
+)
 MM_BF16_FP4 = _template(
-    "mm_bf16_fp4", "m n k k_bytes b_scale_rows b_scale_columns one",
-    {"a": Tensor(["m", "k"]), "b": Tensor(["n", "k_bytes"]), "b_descale": Tensor(["b_scale_rows", "b_scale_columns"]),
-     "alpha": _ALPHA, "block_size": _BLOCK},
-    ["m", "n"], _mm_bf16_fp4_reference, _make_mm_bf16_fp4,
-    (*_sizes(_SHAPES), *_sizes(_SHAPES[:3], block_size=32), *_sizes(_SHAPES[:2], layout="linear"),
-     *_sizes(_SHAPES[:2], out_dtype="float32")),
-    "The product of bf16 tokens and fp4 weights with block scales.", _work(),
-)  # fmt: skip
+    "mm_bf16_fp4",
+    {**tensors(a="m k", b="n k_bytes", b_descale="b_scale_rows b_scale_columns"), **_ALPHA},
+    "m n",
+    _mm_bf16_fp4_reference,
+    _make_mm_bf16_fp4,
+    (
+        *(*_sizes(_SHAPES), *_sizes(_SHAPES[:3], block_size=32), *_sizes(_SHAPES[:2], layout="linear")),
+        *_sizes(_SHAPES[:2], out_dtype="float32"),
+    ),
+    "The product of bf16 tokens and fp4 weights with block scales.",
+    _work(),
+)
 MM_MXFP8 = _template(
-    "mm_mxfp8", "m n k a_scales b_scales",
-    {"a": Tensor(["m", "k"]), "b": Tensor(["k", "n"]), "a_descale": Tensor(["a_scales"]),
-     "b_descale": Tensor(["b_scales"]), "use_8x4_sf_layout": _FLAG},
-    ["m", "n"], _mm_mxfp8_reference, _make_mm_mxfp8,
+    "mm_mxfp8",
+    {**tensors(a="m k", b="k n", a_descale="a_scales", b_descale="b_scales"), **_FLAG},
+    "m n",
+    _mm_mxfp8_reference,
+    _make_mm_mxfp8,
     (*_sizes(_SHAPES), *_sizes(_SHAPES[:2], layout="8x4"), *_sizes(_SHAPES[:1], out_dtype="float32")),
-    "The product of MXFP8 tokens and weights.", _work(transposed=True),
-)  # fmt: skip
+    "The product of MXFP8 tokens and weights.",
+    _work(transposed=True),
+)
 BMM_MXFP8 = _template(
-    "bmm_mxfp8", "batch_size m n k a_scales b_scales",
-    {"A": Tensor(["batch_size", "m", "k"]), "B": Tensor(["batch_size", "k", "n"]), "A_scale": Tensor(["a_scales"]),
-     "B_scale": Tensor(["b_scales"])},
-    ["batch_size", "m", "n"], _bmm_mxfp8_reference, _make_bmm_mxfp8, _sizes(_SHAPES[:5]),
-    "Products of a batch of MXFP8 matrices.", _work("A", "B", True),
-)  # fmt: skip
+    "bmm_mxfp8",
+    tensors(A="batch_size m k", B="batch_size k n", A_scale="a_scales", B_scale="b_scales"),
+    "batch_size m n",
+    _bmm_mxfp8_reference,
+    _make_bmm_mxfp8,
+    _sizes(_SHAPES[:5]),
+    "Products of a batch of MXFP8 matrices.",
+    _work("A", "B", True),
+)
+_OF_GROUPS = tensors(b_descale="group_size b_scale_rows b_scale_columns", m_indptr="num_offsets")
 GROUPED_FP4 = _template(
     "grouped_mm_fp4",
-    "cum_m n k_bytes group_size num_offsets a_scale_rows a_scale_columns b_scale_rows b_scale_columns one",
-    {"a": Tensor(["cum_m", "k_bytes"]), "b": Tensor(["group_size", "n", "k_bytes"]),
-     "a_descale": Tensor(["a_scale_rows", "a_scale_columns"]),
-     "b_descale": Tensor(["group_size", "b_scale_rows", "b_scale_columns"]), "m_indptr": Tensor(["num_offsets"]),
-     "alpha": _ALPHA, "block_size": _BLOCK},
-    ["cum_m", "n"], _grouped_scaled_reference, _make_grouped_fp4,
+    {
+        **tensors(a="cum_m k_bytes", b="group_size n k_bytes", a_descale="a_scale_rows a_scale_columns"),
+        **_OF_GROUPS,
+        **_ALPHA,
+    },
+    "cum_m n",
+    _grouped_scaled_reference,
+    _make_grouped_fp4,
     (*_sizes(_SHAPES[:3]), *_sizes(_SHAPES[:2], block_size=32, layout="128x4")),
-    "Groups of fp4 tokens times the weights of their experts.", _work(),
-)  # fmt: skip
+    "Groups of fp4 tokens times the weights of their experts.",
+    _work(),
+)
 GROUPED_MXFP8 = _template(
-    "grouped_mm_mxfp8", "cum_m n k group_size num_offsets a_scales b_scale_rows b_scale_columns",
-    {"a": Tensor(["cum_m", "k"]), "b": Tensor(["group_size", "n", "k"]), "a_descale": Tensor(["a_scales"]),
-     "b_descale": Tensor(["group_size", "b_scale_rows", "b_scale_columns"]), "m_indptr": Tensor(["num_offsets"])},
-    ["cum_m", "n"], _grouped_scaled_reference, _make_grouped_mxfp8, _sizes(_SHAPES[:3]),
-    "Groups of MXFP8 tokens times the weights of their experts.", _work(), others=("sf_layout",),
-)  # fmt: skip
+    "grouped_mm_mxfp8",
+    {**tensors(a="cum_m k", b="group_size n k", a_descale="a_scales"), **_OF_GROUPS},
+    "cum_m n",
+    _grouped_scaled_reference,
+    _make_grouped_mxfp8,
+    _sizes(_SHAPES[:3]),
+    "Groups of MXFP8 tokens times the weights of their experts.",
+    _work(),
+    others=("sf_layout",),
+)

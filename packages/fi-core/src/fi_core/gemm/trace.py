@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fi_core.observe.describe import with_sizes
 from fi_core.observe.draw import Draw, dtype_of, nbytes
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
+from fi_core.observe.trace import Scalar, Tensor, TraceTemplate, Work, axes_of, options, sized, tensors
 
 _BLOCK = 128
 _INF, _NAN = float("inf"), float("nan")
@@ -132,46 +133,42 @@ def _scale(draw: Draw, shape: Sequence[int], k: int) -> Any:
     return draw.rows(x)
 
 
-def _make_mm_bf16(
-    draw: Draw, *, m: int = 5, n: int = 72, k: int = 136, dtype: str = "bfloat16", out_dtype: str = "bfloat16",
-    bias: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    found = {"a": _left(draw, (m, k), dtype), "b": _right(draw, (n, k), dtype).mT, "out_dtype": dtype_of(out_dtype)}
-    return {**found, "bias": draw.normal((n,), out_dtype)} if bias else found
+@sized(m=5, n=72, k=136, dtype="bfloat16", out_dtype="bfloat16", bias=False)
+def _make_mm_bf16(draw: Draw, s: Any) -> dict[str, Any]:
+    found = {
+        "a": _left(draw, (s.m, s.k), s.dtype),
+        "b": _right(draw, (s.n, s.k), s.dtype).mT,
+        "out_dtype": dtype_of(s.out_dtype),
+    }
+    return {**found, "bias": draw.normal((s.n,), s.out_dtype)} if s.bias else found
 
 
-def _make_bmm_bf16(
-    draw: Draw, *, batch_size: int = 3, m: int = 5, n: int = 72, k: int = 136, dtype: str = "bfloat16",
-    out_dtype: str = "bfloat16",
-) -> dict[str, Any]:  # fmt: skip
-    a, b = _left(draw, (batch_size, m, k), dtype), _right(draw, (batch_size, n, k), dtype)
-    return {"A": a, "B": b.mT, "out_dtype": dtype_of(out_dtype)}
+@sized(batch_size=3, m=5, n=72, k=136, dtype="bfloat16", out_dtype="bfloat16")
+def _make_bmm_bf16(draw: Draw, s: Any) -> dict[str, Any]:
+    a, b = _left(draw, (s.batch_size, s.m, s.k), s.dtype), _right(draw, (s.batch_size, s.n, s.k), s.dtype)
+    return {"A": a, "B": b.mT, "out_dtype": dtype_of(s.out_dtype)}
 
 
-def _make_bmm_fp8(
-    draw: Draw, *, batch_size: int = 3, m: int = 5, n: int = 72, k: int = 144, input_dtype: str = "float8_e4m3fn",
-    mat2_dtype: str = "float8_e4m3fn", out_dtype: str = "bfloat16",
-) -> dict[str, Any]:  # fmt: skip
-    a, b = _left(draw, (batch_size, m, k), input_dtype), _right(draw, (batch_size, n, k), mat2_dtype)
-    return {"A": a, "B": b.mT, "A_scale": _scale(draw, (1,), k), "B_scale": _scale(draw, (1,), k),
-            "dtype": dtype_of(out_dtype)}  # fmt: skip
+@sized(batch_size=3, m=5, n=72, k=144, input_dtype="float8_e4m3fn", mat2_dtype="float8_e4m3fn", out_dtype="bfloat16")
+def _make_bmm_fp8(draw: Draw, s: Any) -> dict[str, Any]:
+    a, b = _left(draw, (s.batch_size, s.m, s.k), s.input_dtype), _right(draw, (s.batch_size, s.n, s.k), s.mat2_dtype)
+    scales = {name: _scale(draw, (1,), s.k) for name in ("A_scale", "B_scale")}
+    return {"A": a, "B": b.mT, **scales, "dtype": dtype_of(s.out_dtype)}
 
 
-def _make_mm_fp8(
-    draw: Draw, *, m: int = 5, n: int = 72, k: int = 144, input_dtype: str = "float8_e4m3fn",
-    mat2_dtype: str = "float8_e4m3fn", out_dtype: str = "bfloat16", rowwise: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    found = {"a": _left(draw, (m, k), input_dtype), "b": _right(draw, (n, k), mat2_dtype)}
-    if rowwise:
-        found |= {"a_scale": _scale(draw, (m,), k), "b_scale": _scale(draw, (n,), k)}
+@sized(m=5, n=72, k=144, input_dtype="float8_e4m3fn", mat2_dtype="float8_e4m3fn", out_dtype="bfloat16", rowwise=False)
+def _make_mm_fp8(draw: Draw, s: Any) -> dict[str, Any]:
+    found = {"a": _left(draw, (s.m, s.k), s.input_dtype), "b": _right(draw, (s.n, s.k), s.mat2_dtype)}
+    if s.rowwise:
+        found |= {"a_scale": _scale(draw, (s.m,), s.k), "b_scale": _scale(draw, (s.n,), s.k)}
     else:
-        found["alpha"] = _scale(draw, (1,), k * k)
-    return {**found, "out_dtype": dtype_of(out_dtype)}
+        found["alpha"] = _scale(draw, (1,), s.k * s.k)
+    return {**found, "out_dtype": dtype_of(s.out_dtype)}
 
 
 def _make_tinygemm(draw: Draw, *, m: int = 5, n: int = 72, k: int = 136, bias: bool = True) -> dict[str, Any]:
-    found = {"input": _left(draw, (m, k), "bfloat16"), "weight": _right(draw, (n, k), "bfloat16"),
-             "out": draw.empty((m, n), "bfloat16")}  # fmt: skip
+    found = {"input": _left(draw, (m, k), "bfloat16"), "weight": _right(draw, (n, k), "bfloat16")}
+    found["out"] = draw.empty((m, n), "bfloat16")
     return {**found, "bias": draw.normal((n,), "bfloat16")} if bias else found
 
 
@@ -183,25 +180,19 @@ def _groups(draw: Draw, groups: int, m: int) -> Any:
     return draw.offsets(sizes)
 
 
-def _make_grouped(
-    draw: Draw, *, group_size: int = 4, m: int = 5, n: int = 72, k: int = 144, dtype: str = "bfloat16",
-    out_dtype: str = "bfloat16",
-) -> dict[str, Any]:  # fmt: skip
-    a, b = _left(draw, (group_size * m, k), dtype), _right(draw, (group_size, n, k), dtype)
-    found = {"a": a, "b": b, "m_indptr": _groups(draw, group_size, m), "out_dtype": dtype_of(out_dtype)}
-    return found if a.dtype.itemsize == 2 else {**found, "alpha": _scale(draw, (1,), k * k)}
+@sized(group_size=4, m=5, n=72, k=144, dtype="bfloat16", out_dtype="bfloat16")
+def _make_grouped(draw: Draw, s: Any) -> dict[str, Any]:
+    a, b = _left(draw, (s.group_size * s.m, s.k), s.dtype), _right(draw, (s.group_size, s.n, s.k), s.dtype)
+    found = {"a": a, "b": b, "m_indptr": _groups(draw, s.group_size, s.m), "out_dtype": dtype_of(s.out_dtype)}
+    return found if a.dtype.itemsize == 2 else {**found, "alpha": _scale(draw, (1,), s.k * s.k)}
 
 
-def _make_segment(
-    draw: Draw, *, batch_size: int = 5, m: int = 7, n: int = 72, k: int = 136, num_weights: int = 3,
-    dtype: str = "bfloat16", column_major: bool = True,
-) -> dict[str, Any]:  # fmt: skip
-    weights = _right(draw, (num_weights, n, k) if column_major else (num_weights, k, n), dtype)
-    return {
-        "x": _left(draw, (batch_size * m, k), dtype), "weights": weights, "batch_size": batch_size,
-        "weight_column_major": column_major, "seg_indptr": _groups(draw, batch_size, m).long(),
-        "weight_indices": draw.integers(0, num_weights, (batch_size,), "int64"),
-    }  # fmt: skip
+@sized(batch_size=5, m=7, n=72, k=136, num_weights=3, dtype="bfloat16", column_major=True)
+def _make_segment(draw: Draw, s: Any) -> dict[str, Any]:
+    weights = _right(draw, (s.num_weights, s.n, s.k) if s.column_major else (s.num_weights, s.k, s.n), s.dtype)
+    found = {"x": _left(draw, (s.batch_size * s.m, s.k), s.dtype), "weights": weights, "batch_size": s.batch_size}
+    found |= {"weight_column_major": s.column_major, "seg_indptr": _groups(draw, s.batch_size, s.m).long()}
+    return {**found, "weight_indices": draw.integers(0, s.num_weights, (s.batch_size,), "int64")}
 
 
 def _plan_segment(wrapper: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -212,68 +203,60 @@ def _major(shape: tuple[int, int], mode: str) -> tuple[int, int]:
     return shape if mode == "K" else (shape[1], shape[0])
 
 
-def _make_groupwise(
-    draw: Draw, *, m: int = 5, n: int = 200, k: int = 384, mode: str = "MN", rows: int = 1,
-    out_dtype: str = "bfloat16",
-) -> dict[str, Any]:  # fmt: skip
-    a, b, blocks = _left(draw, (m, k), "float8_e4m3fn"), _right(draw, (n, k), "float8_e4m3fn"), _ceil(k, _BLOCK)
-    return {
-        "a": a, "b": b, "a_scale": _scale(draw, _major((_ceil(m, rows), blocks), mode), k),
-        "b_scale": _scale(draw, _major((_ceil(n, _BLOCK), blocks), mode), k), "scale_major_mode": mode,
-        "scale_granularity_mnk": (rows, _BLOCK, _BLOCK), "out_dtype": dtype_of(out_dtype),
-    }  # fmt: skip
+@sized(m=5, n=200, k=384, mode="MN", rows=1, out_dtype="bfloat16")
+def _make_groupwise(draw: Draw, s: Any) -> dict[str, Any]:
+    a, b, blocks = (
+        _left(draw, (s.m, s.k), "float8_e4m3fn"),
+        _right(draw, (s.n, s.k), "float8_e4m3fn"),
+        _ceil(s.k, _BLOCK),
+    )
+    rows = {"a_scale": _ceil(s.m, s.rows), "b_scale": _ceil(s.n, _BLOCK)}
+    scales = {name: _scale(draw, _major((n, blocks), s.mode), s.k) for name, n in rows.items()}
+    found = {"a": a, "b": b, **scales, "scale_major_mode": s.mode, "out_dtype": dtype_of(s.out_dtype)}
+    return {**found, "scale_granularity_mnk": (s.rows, _BLOCK, _BLOCK)}
 
 
 def _make_groups(draw: Draw, groups: int, m: int, n: int, k: int, mode: str = "K") -> dict[str, Any]:
     """Rows of groups, m each, with their weights and scales."""
     blocks, rows = _ceil(k, _BLOCK), groups * m
-    return {
-        "a": _left(draw, (rows, k), "float8_e4m3fn"), "b": _right(draw, (groups, n, k), "float8_e4m3fn"),
-        "a_scale": _scale(draw, _major((rows, blocks), mode), k),
-        "b_scale": _scale(draw, (groups, *_major((_ceil(n, _BLOCK), blocks), mode)), k),
-    }  # fmt: skip
+    found = {"a": _left(draw, (rows, k), "float8_e4m3fn"), "b": _right(draw, (groups, n, k), "float8_e4m3fn")}
+    found["a_scale"] = _scale(draw, _major((rows, blocks), mode), k)
+    return {**found, "b_scale": _scale(draw, (groups, *_major((_ceil(n, _BLOCK), blocks), mode)), k)}
 
 
-def _make_group_groupwise(
-    draw: Draw, *, group_size: int = 4, m: int = 8, n: int = 200, k: int = 256, mode: str = "MN",
-    out_dtype: str = "bfloat16",
-) -> dict[str, Any]:  # fmt: skip
-    found = _make_groups(draw, group_size, m, n, k, mode)
-    return {**found, "m_indptr": _groups(draw, group_size, m), "scale_major_mode": mode,
-            "out_dtype": dtype_of(out_dtype)}  # fmt: skip
+@sized(group_size=4, m=8, n=200, k=256, mode="MN", out_dtype="bfloat16")
+def _make_group_groupwise(draw: Draw, s: Any) -> dict[str, Any]:
+    found = _make_groups(draw, s.group_size, s.m, s.n, s.k, s.mode)
+    indptr, out_dtype = _groups(draw, s.group_size, s.m), dtype_of(s.out_dtype)
+    return {**found, "m_indptr": indptr, "scale_major_mode": s.mode, "out_dtype": out_dtype}
 
 
-def _make_group_deepgemm(
-    draw: Draw, *, group_size: int = 3, m: int = 128, n: int = 200, k: int = 256, out_dtype: str = "bfloat16"
-) -> dict[str, Any]:
+@sized(group_size=3, m=128, n=200, k=256, out_dtype="bfloat16")
+def _make_group_deepgemm(draw: Draw, s: Any) -> dict[str, Any]:
     """m is a multiple of 128."""
-    groups = draw.permutation(group_size).repeat_interleave(m)
-    return {**_make_groups(draw, group_size, m, n, k), "m_indices": groups, "out_dtype": dtype_of(out_dtype)}
+    groups = draw.permutation(s.group_size).repeat_interleave(s.m)
+    return {**_make_groups(draw, s.group_size, s.m, s.n, s.k), "m_indices": groups, "out_dtype": dtype_of(s.out_dtype)}
 
 
-def _make_batch_deepgemm(
-    draw: Draw, *, group_size: int = 3, m: int = 6, n: int = 200, k: int = 256, out_dtype: str = "bfloat16"
-) -> dict[str, Any]:
+@sized(group_size=3, m=6, n=200, k=256, out_dtype="bfloat16")
+def _make_batch_deepgemm(draw: Draw, s: Any) -> dict[str, Any]:
     """All rows of a group exist, so that all of out is written."""
-    blocks = _ceil(k, _BLOCK)
-    return {
-        "a": _left(draw, (group_size, m, k), "float8_e4m3fn"), "b": _right(draw, (group_size, n, k), "float8_e4m3fn"),
-        "a_scale": _scale(draw, (group_size, m, blocks), k),
-        "b_scale": _scale(draw, (group_size, _ceil(n, _BLOCK), blocks), k),
-        "masked_m": draw.int32([m] * group_size), "expected_m": m, "out_dtype": dtype_of(out_dtype),
-    }  # fmt: skip
+    blocks = _ceil(s.k, _BLOCK)
+    a, b = (make(draw, (s.group_size, n, s.k), "float8_e4m3fn") for make, n in ((_left, s.m), (_right, s.n)))
+    rows = {"a_scale": s.m, "b_scale": _ceil(s.n, _BLOCK)}
+    scales = {name: _scale(draw, (s.group_size, n, blocks), s.k) for name, n in rows.items()}
+    found = {"a": a, "b": b, **scales, "masked_m": draw.int32([s.m] * s.group_size)}
+    return {**found, "expected_m": s.m, "out_dtype": dtype_of(s.out_dtype)}
 
 
-def _make_blockscale(
-    draw: Draw, *, m: int = 5, n: int = 192, k: int = 384, input_dtype: str = "bfloat16",
-    mat2_dtype: str = "float8_e4m3fn", out_dtype: str = "bfloat16",
-) -> dict[str, Any]:  # fmt: skip
-    found = {"input": _left(draw, (m, k), input_dtype), "weight": _right(draw, (n, k), mat2_dtype)}
-    if dtype_of(input_dtype).itemsize == 1:
-        found["input_scale"] = _scale(draw, (m, _ceil(k, _BLOCK)), k)
-    if dtype_of(mat2_dtype).itemsize == 1:
-        found["weight_scale"] = _scale(draw, (_ceil(n, _BLOCK), _ceil(k, _BLOCK)), k)
-    return {**found, "out_dtype": dtype_of(out_dtype)}
+@sized(m=5, n=192, k=384, input_dtype="bfloat16", mat2_dtype="float8_e4m3fn", out_dtype="bfloat16")
+def _make_blockscale(draw: Draw, s: Any) -> dict[str, Any]:
+    found = {"input": _left(draw, (s.m, s.k), s.input_dtype), "weight": _right(draw, (s.n, s.k), s.mat2_dtype)}
+    if dtype_of(s.input_dtype).itemsize == 1:
+        found["input_scale"] = _scale(draw, (s.m, _ceil(s.k, _BLOCK)), s.k)
+    if dtype_of(s.mat2_dtype).itemsize == 1:
+        found["weight_scale"] = _scale(draw, (_ceil(s.n, _BLOCK), _ceil(s.k, _BLOCK)), s.k)
+    return {**found, "out_dtype": dtype_of(s.out_dtype)}
 
 
 def _work(left: str = "a", right: str = "b", transposed: bool = True) -> Callable[[Mapping[str, Any]], Work]:
@@ -321,22 +304,21 @@ def _first_rows(a: Any, masked_m: Any, **_: Any) -> dict[str, Any]:
 
 def _template(
     name: str,
-    axes: str,
     inputs: Mapping[str, Tensor | Scalar],
-    output: Sequence[str],
+    output: str,
     reference: Any,
     make: Callable[..., dict[str, Any]],
     samples: Sequence[Mapping[str, Any]],
     description: str,
     **more: Any,
 ) -> TraceTemplate:
-    """axes: names; those of n and k are constant, as a model fixes them."""
-    fixed = ("rows", "columns", "num_weights") if "num_weights" in axes else ("n", "k", "group_size")
-    result = {"output": Tensor(output, dtype_from_scalar="dtype" if name == "bmm_fp8" else "out_dtype")}
+    """output: its axes. Those of n and k are constant, as a model fixes them."""
+    fixed = ("num_weights", "rows", "columns") if "weights" in inputs else ("n", "k", "group_size")
+    result = tensors({"dtype_from_scalar": "dtype" if name == "bmm_fp8" else "out_dtype"}, output=output)
     work = more.pop("work", _work())
     return TraceTemplate(
         name,
-        {axis: Const() if axis in fixed else Var() for axis in axes.split()},
+        axes_of({**inputs, **result}, **dict.fromkeys(fixed)),
         inputs,
         more.pop("outputs", result),
         reference=reference,
@@ -350,115 +332,160 @@ def _template(
     )
 
 
-def _optional(*axes: str) -> Tensor:
-    """Scales that a call may leave out."""
-    return Tensor(axes, dtype="float32", optional=True)
-
-
-_MODE = Scalar("string", optional=True)
+_SCALES = {"dtype": "float32", "optional": True}  # that a call may leave out
+_BIAS = tensors({"optional": True}, bias="n")
+_OF_GROUPS = tensors(a="cum_m k", b="group_size n k", m_indptr="num_offsets")
 MM_BF16 = _template(
-    "mm_bf16", "m n k",
-    {"a": Tensor(["m", "k"]), "b": Tensor(["k", "n"]), "bias": Tensor(["n"], optional=True)}, ["m", "n"],
-    _mm_bf16_reference, _make_mm_bf16,
+    "mm_bf16",
+    {**tensors(a="m k", b="k n"), **_BIAS},
+    "m n",
+    _mm_bf16_reference,
+    _make_mm_bf16,
     (*_sizes(_SHAPES), *_sizes(_SHAPES[:3], dtype="float16", out_dtype="float32"), *_sizes(_SHAPES[:1], bias=True)),
-    "The product of tokens and transposed weights.", work=_work(transposed=False),
-)  # fmt: skip
+    "The product of tokens and transposed weights.",
+    work=_work(transposed=False),
+)
 BMM_BF16 = _template(
-    "bmm_bf16", "batch_size m n k", {"A": Tensor(["batch_size", "m", "k"]), "B": Tensor(["batch_size", "k", "n"])},
-    ["batch_size", "m", "n"], _bmm_bf16_reference, _make_bmm_bf16, _sizes(_SHAPES),
-    "Products of a batch of matrices.", work=_work("A", "B", False),
-)  # fmt: skip
+    "bmm_bf16",
+    tensors(A="batch_size m k", B="batch_size k n"),
+    "batch_size m n",
+    _bmm_bf16_reference,
+    _make_bmm_bf16,
+    _sizes(_SHAPES),
+    "Products of a batch of matrices.",
+    work=_work("A", "B", False),
+)
 BMM_FP8 = _template(
-    "bmm_fp8", "batch_size m n k one",
-    {"A": Tensor(["batch_size", "m", "k"]), "B": Tensor(["batch_size", "k", "n"]), "A_scale": Tensor(["one"]),
-     "B_scale": Tensor(["one"])},
-    ["batch_size", "m", "n"], _bmm_fp8_reference, _make_bmm_fp8,
+    "bmm_fp8",
+    tensors(A="batch_size m k", B="batch_size k n", A_scale="one", B_scale="one"),
+    "batch_size m n",
+    _bmm_fp8_reference,
+    _make_bmm_fp8,
     (*_sizes(_SHAPES), *_sizes(_SHAPES[:2], mat2_dtype=_FP8[1]), *_sizes(_SHAPES[:2], input_dtype=_FP8[1])),
-    "Products of a batch of fp8 matrices with one scale for each operand.", work=_work("A", "B", False),
-)  # fmt: skip
+    "Products of a batch of fp8 matrices with one scale for each operand.",
+    work=_work("A", "B", False),
+)
 MM_FP8 = _template(
-    "mm_fp8", "m n k one",
-    {"a": Tensor(["m", "k"]), "b": Tensor(["n", "k"]), "alpha": _optional("one"), "a_scale": _optional("m"),
-     "b_scale": _optional("n")},
-    ["m", "n"], _mm_fp8_reference, _make_mm_fp8, (*_sizes(_SHAPES), *_sizes(_SHAPES[:3], rowwise=True)),
+    "mm_fp8",
+    {**tensors(a="m k", b="n k"), **tensors(_SCALES, alpha="one", a_scale="m", b_scale="n")},
+    "m n",
+    _mm_fp8_reference,
+    _make_mm_fp8,
+    (*_sizes(_SHAPES), *_sizes(_SHAPES[:3], rowwise=True)),
     "The product of fp8 tokens and weights, with one scale or scales of rows.",
-)  # fmt: skip
+)
 TINYGEMM = _template(
-    "tinygemm_bf16", "m n k",
-    {"input": Tensor(["m", "k"]), "weight": Tensor(["n", "k"]), "out": Tensor(["m", "n"]),
-     "bias": Tensor(["n"], optional=True)},
-    ["m", "n"], _tinygemm_reference, _make_tinygemm, (*_sizes(_SHAPES[:4]), *_sizes(_SHAPES[:2], bias=False)),
-    "A linear layer of few tokens.", work=_work("input", "weight"),
-    outputs={"output": Tensor(["m", "n"], param="out", dtype_from="out")},
-)  # fmt: skip
+    "tinygemm_bf16",
+    {**tensors(input="m k", weight="n k", out="m n"), **_BIAS},
+    "m n",
+    _tinygemm_reference,
+    _make_tinygemm,
+    (*_sizes(_SHAPES[:4]), *_sizes(_SHAPES[:2], bias=False)),
+    "A linear layer of few tokens.",
+    work=_work("input", "weight"),
+    outputs=tensors({"param": "out", "dtype_from": "out"}, output="m n"),
+)
 GROUPED_BF16 = _template(
-    "grouped_mm_bf16", "cum_m n k group_size num_offsets",
-    {"a": Tensor(["cum_m", "k"]), "b": Tensor(["group_size", "n", "k"]), "m_indptr": Tensor(["num_offsets"])},
-    ["cum_m", "n"], (_groups_reference, _grouped_reference), _make_grouped,
+    "grouped_mm_bf16",
+    _OF_GROUPS,
+    "cum_m n",
+    (_groups_reference, _grouped_reference),
+    _make_grouped,
     (*_sizes(_SHAPES[:4]), {"group_size": 40, "m": 2}),
-    "Groups of tokens times the weights of their experts.", written=_rows_of_groups,
-)  # fmt: skip
+    "Groups of tokens times the weights of their experts.",
+    written=_rows_of_groups,
+)
 GROUPED_FP8 = _template(
-    "grouped_mm_fp8", "cum_m n k group_size num_offsets one",
-    {"a": Tensor(["cum_m", "k"]), "b": Tensor(["group_size", "n", "k"]), "m_indptr": Tensor(["num_offsets"]),
-     "alpha": _optional("one")},
-    ["cum_m", "n"], (_groups_reference, _grouped_reference),
-    lambda draw, *, group_size=4, m=5, n=72, k=144, out_dtype="bfloat16": _make_grouped(
-        draw, group_size=group_size, m=m, n=n, k=k, dtype="float8_e4m3fn", out_dtype=out_dtype),
-    _sizes(_SHAPES[:4]), "Groups of fp8 tokens times the weights of their experts.", written=_rows_of_groups,
-)  # fmt: skip
+    "grouped_mm_fp8",
+    {**_OF_GROUPS, **tensors(_SCALES, alpha="one")},
+    "cum_m n",
+    (_groups_reference, _grouped_reference),
+    with_sizes(_make_grouped, ("dtype",), dtype="float8_e4m3fn"),
+    _sizes(_SHAPES[:4]),
+    "Groups of fp8 tokens times the weights of their experts.",
+    written=_rows_of_groups,
+)
 SEGMENT = _template(
-    "segment_gemm", "cum_m n k num_segments num_weights num_offsets rows columns",
-    {"x": Tensor(["cum_m", "k"]), "weights": Tensor(["num_weights", "rows", "columns"]),
-     "weight_column_major": Scalar("bool"), "seg_indptr": Tensor(["num_offsets"]),
-     "weight_indices": Tensor(["num_segments"])},
-    ["cum_m", "n"], (_groups_reference, _segment_reference), _make_segment,
+    "segment_gemm",
+    {
+        **tensors(x="cum_m k", weights="num_weights rows columns", seg_indptr="num_offsets"),
+        **tensors(weight_indices="num_segments"),
+        "weight_column_major": Scalar("bool"),
+    },
+    "cum_m n",
+    (_groups_reference, _segment_reference),
+    _make_segment,
     ({}, {"column_major": False}, {"m": 1, "dtype": "float16"}, {"batch_size": 40, "m": 3, "n": 16, "k": 8}),
-    "Segments of tokens times matrices that indices pick.", work=_work("x", "weights"), plan=_plan_segment,
-    written=_rows_of_groups, others=("seg_lens",),
-    outputs={"output": Tensor(["cum_m", "n"], dtype_from="x")},
-)  # fmt: skip
+    "Segments of tokens times matrices that indices pick.",
+    work=_work("x", "weights"),
+    plan=_plan_segment,
+    written=_rows_of_groups,
+    others=("seg_lens",),
+    outputs=tensors({"dtype_from": "x"}, output="cum_m n"),
+)
+_MODE = options(string="scale_major_mode")
 GROUPWISE = _template(
-    "gemm_fp8_nt_groupwise", "m n k a_scale_rows a_scale_columns b_scale_rows b_scale_columns",
-    {"a": Tensor(["m", "k"]), "b": Tensor(["n", "k"]), "a_scale": Tensor(["a_scale_rows", "a_scale_columns"]),
-     "b_scale": Tensor(["b_scale_rows", "b_scale_columns"]), "scale_major_mode": _MODE},
-    ["m", "n"], (_dequantized, _groupwise_reference), _make_groupwise,
+    "gemm_fp8_nt_groupwise",
+    {
+        **tensors(a="m k", b="n k", a_scale="a_scale_rows a_scale_columns", b_scale="b_scale_rows b_scale_columns"),
+        **_MODE,
+    },
+    "m n",
+    (_dequantized, _groupwise_reference),
+    _make_groupwise,
     ({}, {"mode": "K"}, {"m": 1, "n": 128, "k": 128}, {"m": 300, "rows": 128}, {"m": 0}, {"m": 130, "n": 129}),
     "The product of fp8 operands with a scale for every 128 values of k.",
-)  # fmt: skip
+)
 GROUP_GROUPWISE = _template(
     "group_gemm_fp8_nt_groupwise",
-    "cum_m n k group_size num_offsets a_scale_rows a_scale_columns b_scale_rows b_scale_columns",
-    {"a": Tensor(["cum_m", "k"]), "b": Tensor(["group_size", "n", "k"]),
-     "a_scale": Tensor(["a_scale_rows", "a_scale_columns"]),
-     "b_scale": Tensor(["group_size", "b_scale_rows", "b_scale_columns"]), "m_indptr": Tensor(["num_offsets"]),
-     "scale_major_mode": _MODE},
-    ["cum_m", "n"], (_dequantized, _groups_reference, _group_groupwise_reference), _make_group_groupwise,
-    ({}, {"mode": "K", "m": 3}, {"group_size": 40, "m": 2}), "As gemm_fp8_nt_groupwise for groups of tokens.",
+    {
+        **_OF_GROUPS,
+        **tensors(a_scale="a_scale_rows a_scale_columns", b_scale="group_size b_scale_rows b_scale_columns"),
+        **_MODE,
+    },
+    "cum_m n",
+    (_dequantized, _groups_reference, _group_groupwise_reference),
+    _make_group_groupwise,
+    ({}, {"mode": "K", "m": 3}, {"group_size": 40, "m": 2}),
+    "As gemm_fp8_nt_groupwise for groups of tokens.",
     written=_rows_of_groups,
-)  # fmt: skip
+)
 GROUP_DEEPGEMM = _template(
-    "group_deepgemm_fp8_nt_groupwise", "cum_m n k group_size k_blocks n_blocks",
-    {"a": Tensor(["cum_m", "k"]), "b": Tensor(["group_size", "n", "k"]), "a_scale": Tensor(["cum_m", "k_blocks"]),
-     "b_scale": Tensor(["group_size", "n_blocks", "k_blocks"]), "m_indices": Tensor(["cum_m"])},
-    ["cum_m", "n"], (_dequantized, _group_deepgemm_reference), _make_group_deepgemm, ({}, {"m": 256, "n": 64}),
-    "As gemm_fp8_nt_groupwise where each row has the index of its weights.", written=_rows_of_indices,
-)  # fmt: skip
+    "group_deepgemm_fp8_nt_groupwise",
+    {
+        **tensors(a="cum_m k", b="group_size n k", a_scale="cum_m k_blocks", b_scale="group_size n_blocks k_blocks"),
+        **tensors(m_indices="cum_m"),
+    },
+    "cum_m n",
+    (_dequantized, _group_deepgemm_reference),
+    _make_group_deepgemm,
+    ({}, {"m": 256, "n": 64}),
+    "As gemm_fp8_nt_groupwise where each row has the index of its weights.",
+    written=_rows_of_indices,
+)
 BATCH_DEEPGEMM = _template(
-    "batch_deepgemm_fp8_nt_groupwise", "m n k group_size k_blocks n_blocks",
-    {"a": Tensor(["group_size", "m", "k"]), "b": Tensor(["group_size", "n", "k"]),
-     "a_scale": Tensor(["group_size", "m", "k_blocks"]), "b_scale": Tensor(["group_size", "n_blocks", "k_blocks"]),
-     "masked_m": Tensor(["group_size"])},
-    ["group_size", "m", "n"], (_dequantized, _batch_deepgemm_reference), _make_batch_deepgemm,
-    ({}, {"group_size": 40, "m": 1, "k": 128}), "As gemm_fp8_nt_groupwise for the first rows of each group.",
+    "batch_deepgemm_fp8_nt_groupwise",
+    {
+        **tensors(a="group_size m k", b="group_size n k", masked_m="group_size"),
+        **tensors(a_scale="group_size m k_blocks", b_scale="group_size n_blocks k_blocks"),
+    },
+    "group_size m n",
+    (_dequantized, _batch_deepgemm_reference),
+    _make_batch_deepgemm,
+    ({}, {"group_size": 40, "m": 1, "k": 128}),
+    "As gemm_fp8_nt_groupwise for the first rows of each group.",
     written=_first_rows,
-)  # fmt: skip
+)
 BLOCKSCALE_SM90 = _template(
-    "fp8_blockscale_gemm_sm90", "m n k k_blocks n_blocks",
-    {"input": Tensor(["m", "k"]), "weight": Tensor(["n", "k"]), "input_scale": _optional("m", "k_blocks"),
-     "weight_scale": _optional("n_blocks", "k_blocks")},
-    ["m", "n"], (_dequantized, _quantized, _blockscale_reference), _make_blockscale,
+    "fp8_blockscale_gemm_sm90",
+    {
+        **tensors(input="m k", weight="n k"),
+        **tensors(_SCALES, input_scale="m k_blocks", weight_scale="n_blocks k_blocks"),
+    },
+    "m n",
+    (_dequantized, _quantized, _blockscale_reference),
+    _make_blockscale,
     ({}, {"mat2_dtype": "bfloat16"}, {"input_dtype": "float8_e4m3fn"}, {"m": 0}, {"m": 130, "n": 64, "k": 128}),
     "The product of operands that are quantised to fp8 with a scale for every 128 values of k.",
     work=_work("input", "weight"),
-)  # fmt: skip
+)

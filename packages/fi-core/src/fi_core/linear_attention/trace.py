@@ -6,8 +6,21 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from fi_core.observe.describe import with_sizes
 from fi_core.observe.draw import FLOATS, Draw, nbytes
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work, samples
+from fi_core.observe.trace import (
+    Const,
+    Scalar,
+    Tensor,
+    TraceTemplate,
+    Var,
+    Work,
+    options,
+    samples,
+    sized,
+    tensors,
+    words,
+)
 
 _OPERATIONS = 6  # of an element of a state for each token: two products with vectors and an update
 
@@ -132,70 +145,55 @@ def _heads(draw: Draw, rows: tuple[int, ...], dtype: Any, heads: tuple[int, int]
     return {name: draw.rows(draw.normal((*rows, n, size), dtype, scale)) for name, (n, scale) in given.items()}
 
 
-def _make_prefill(
-    draw: Draw, *, dtype: str = "bfloat16", state_dtype: str = "float32", batch_size: int = 3, seq_len: int = 70,
-    num_q_heads: int = 2, num_v_heads: int = 4, head_size: int = 64, channels: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    lengths = [seq_len] * batch_size
-    if draw.nasty and batch_size > 1:  # one sequence is longer, one empty
-        lengths[:2] = [2 * seq_len, 0]
+_SIZES: dict[str, Any] = {"dtype": "bfloat16", "state_dtype": "float32", "batch_size": 3}
+
+
+@sized(**_SIZES, seq_len=70, num_q_heads=2, num_v_heads=4, head_size=64, channels=False)
+def _make_prefill(draw: Draw, s: Any) -> dict[str, Any]:
+    lengths = [s.seq_len] * s.batch_size
+    if draw.nasty and s.batch_size > 1:  # one sequence is longer, one empty
+        lengths[:2] = [2 * s.seq_len, 0]
     rows = sum(lengths)
-    of_channels = (head_size,) if channels else ()
-    gates = (draw.normal((rows, num_v_heads, *more), "float32", 2.0).sigmoid() for more in (of_channels, ()))
+    of_channels = (s.head_size,) if s.channels else ()
+    gates = (draw.normal((rows, s.num_v_heads, *more), "float32", 2.0).sigmoid() for more in (of_channels, ()))
     g, beta = (draw.special(x, 0.0, 1.0) for x in gates)
-    states = (batch_size, num_v_heads, head_size, head_size)
+    states = (s.batch_size, s.num_v_heads, s.head_size, s.head_size)
     return {
-        **_heads(draw, (rows,), dtype, (num_q_heads, num_v_heads), head_size),
-        "g": g, "beta": beta, "cu_seqlens": draw.offsets(lengths), "use_qk_l2norm_in_kernel": True,
-        "initial_state": draw.rows(draw.normal(states, state_dtype)), "output_final_state": True,
-    }  # fmt: skip
+        **_heads(draw, (rows,), s.dtype, (s.num_q_heads, s.num_v_heads), s.head_size),
+        "g": g,
+        "beta": beta,
+        "cu_seqlens": draw.offsets(lengths),
+        "use_qk_l2norm_in_kernel": True,
+        "initial_state": draw.rows(draw.normal(states, s.state_dtype)),
+        "output_final_state": True,
+    }
 
 
-def _make_prefill_channels(
-    draw: Draw, *, dtype: str = "bfloat16", state_dtype: str = "float32", batch_size: int = 3, seq_len: int = 70,
-    num_q_heads: int = 2, num_v_heads: int = 4, head_size: int = 64,
-) -> dict[str, Any]:  # fmt: skip
-    return _make_prefill(
-        draw, dtype=dtype, state_dtype=state_dtype, batch_size=batch_size, seq_len=seq_len, num_q_heads=num_q_heads,
-        num_v_heads=num_v_heads, head_size=head_size, channels=True,
-    )  # fmt: skip
-
-
-def _make_decode(
-    draw: Draw, *, dtype: str = "bfloat16", state_dtype: str = "float32", batch_size: int = 3, seq_len: int = 1,
-    num_q_heads: int = 2, num_v_heads: int = 4, head_size: int = 128,
-) -> dict[str, Any]:  # fmt: skip
-    rows, heads = (batch_size, seq_len), (num_q_heads, num_v_heads)
+@sized(**_SIZES, seq_len=1, num_q_heads=2, num_v_heads=4, head_size=128)
+def _make_decode(draw: Draw, s: Any) -> dict[str, Any]:
+    rows, heads = (s.batch_size, s.seq_len), (s.num_q_heads, s.num_v_heads)
     return {
-        **_heads(draw, rows, dtype, heads, head_size),
-        "state": draw.rows(draw.normal((batch_size, num_v_heads, head_size, head_size), state_dtype)),
-        "A_log": draw.normal((num_v_heads,), "float32"),
-        "a": draw.rows(draw.normal((*rows, num_v_heads), dtype)),
-        "dt_bias": draw.normal((num_v_heads,), "float32"),
-        "b": draw.special(draw.normal((*rows, num_v_heads), dtype), -100.0, 100.0),
-    }  # fmt: skip
+        **_heads(draw, rows, s.dtype, heads, s.head_size),
+        "state": draw.rows(draw.normal((s.batch_size, s.num_v_heads, s.head_size, s.head_size), s.state_dtype)),
+        "A_log": draw.normal((s.num_v_heads,), "float32"),
+        "a": draw.rows(draw.normal((*rows, s.num_v_heads), s.dtype)),
+        "dt_bias": draw.normal((s.num_v_heads,), "float32"),
+        "b": draw.special(draw.normal((*rows, s.num_v_heads), s.dtype), -100.0, 100.0),
+    }
 
 
-def _make_mtp(
-    draw: Draw, *, dtype: str = "bfloat16", batch_size: int = 3, seq_len: int = 4, num_q_heads: int = 2,
-    num_v_heads: int = 4, head_size: int = 128,
-) -> dict[str, Any]:  # fmt: skip
-    arguments = _make_decode(
-        draw, dtype=dtype, batch_size=batch_size, seq_len=seq_len, num_q_heads=num_q_heads, num_v_heads=num_v_heads,
-        head_size=head_size,
-    )  # fmt: skip
+@sized(dtype="bfloat16", batch_size=3, seq_len=4, num_q_heads=2, num_v_heads=4, head_size=128)
+def _make_mtp(draw: Draw, s: Any) -> dict[str, Any]:
+    arguments = _make_decode(draw, **vars(s))
     del arguments["state"]
-    pool = draw.normal((batch_size + 1, num_v_heads, head_size, head_size), "float32")
-    slots = draw.permutation(batch_size + 1)[:batch_size].contiguous()
-    return {
-        **arguments, "initial_state": draw.rows(pool), "initial_state_indices": slots, "disable_state_update": False,
-    }  # fmt: skip
+    pool = draw.normal((s.batch_size + 1, s.num_v_heads, s.head_size, s.head_size), "float32")
+    slots = draw.permutation(s.batch_size + 1)[: s.batch_size].contiguous()
+    found = {**arguments, "initial_state": draw.rows(pool), "initial_state_indices": slots}
+    return {**found, "disable_state_update": False}
 
 
-def _make_selective(
-    draw: Draw, *, dtype: str = "bfloat16", state_dtype: str = "float32", batch_size: int = 3, nheads: int = 4,
-    dim: int = 64, dstate: int = 128, ngroups: int = 2, has_z: bool = True, dt_softplus: bool = True,
-) -> dict[str, Any]:  # fmt: skip
+@sized(**_SIZES, nheads=4, dim=64, dstate=128, ngroups=2, has_z=True, dt_softplus=True)
+def _make_selective(draw: Draw, s: Any) -> dict[str, Any]:
     def of_heads(x: Any, *shape: int) -> Any:
         """One number for each head."""
         return x.view(*x.shape, *[1] * (len(shape) - x.ndim)).expand(shape)
@@ -203,18 +201,23 @@ def _make_selective(
     def time_steps(*shape: int, kind: str) -> Any:
         """Positive, unless softplus makes them so: a negative step makes states grow without bound."""
         drawn = draw.normal(shape, kind)
-        return drawn if dt_softplus else drawn.abs()
+        return drawn if s.dt_softplus else drawn.abs()
 
-    x, z = (draw.rows(draw.normal((batch_size, nheads, dim), dtype)) for _ in range(2))
-    b, c = (draw.rows(draw.normal((batch_size, ngroups, dstate), dtype)) for _ in range(2))
+    x, z = (draw.rows(draw.normal((s.batch_size, s.nheads, s.dim), s.dtype)) for _ in range(2))
+    b, c = (draw.rows(draw.normal((s.batch_size, s.ngroups, s.dstate), s.dtype)) for _ in range(2))
     return {
-        "state": draw.rows(draw.normal((batch_size + 1, nheads, dim, dstate), state_dtype)), "x": x,
-        "dt": of_heads(time_steps(batch_size, nheads, kind=dtype), batch_size, nheads, dim),
-        "A": of_heads(-draw.normal((nheads,), "float32").abs(), nheads, dim, dstate), "B": b, "C": c,
-        "D": of_heads(draw.normal((nheads,), "float32"), nheads, dim), "z": z if has_z else None,
-        "dt_bias": of_heads(time_steps(nheads, kind="float32"), nheads, dim), "dt_softplus": dt_softplus,
-        "state_batch_indices": draw.permutation(batch_size + 1)[:batch_size].contiguous(),
-    }  # fmt: skip
+        "state": draw.rows(draw.normal((s.batch_size + 1, s.nheads, s.dim, s.dstate), s.state_dtype)),
+        "x": x,
+        "dt": of_heads(time_steps(s.batch_size, s.nheads, kind=s.dtype), s.batch_size, s.nheads, s.dim),
+        "A": of_heads(-draw.normal((s.nheads,), "float32").abs(), s.nheads, s.dim, s.dstate),
+        "B": b,
+        "C": c,
+        "z": z if s.has_z else None,
+        "D": of_heads(draw.normal((s.nheads,), "float32"), s.nheads, s.dim),
+        "dt_bias": of_heads(time_steps(s.nheads, kind="float32"), s.nheads, s.dim),
+        "dt_softplus": s.dt_softplus,
+        "state_batch_indices": draw.permutation(s.batch_size + 1)[: s.batch_size].contiguous(),
+    }
 
 
 def _work(arguments: Mapping[str, Any]) -> Work:
@@ -237,18 +240,15 @@ _HEADS: dict[str, Var | Const] = {
     "num_v_heads": Const(abbrev="v"),
     "head_size": Const(abbrev="d"),
 }
-_ROWS = {
-    "q": Tensor(["batch_size", "seq_len", "num_q_heads", "head_size"]),
-    "k": Tensor(["batch_size", "seq_len", "num_k_heads", "head_size"]),
-    "v": Tensor(["batch_size", "seq_len", "num_v_heads", "head_size"]),
-}
+_ROWS = tensors(
+    q="batch_size seq_len num_q_heads head_size",
+    k="batch_size seq_len num_k_heads head_size",
+    v="batch_size seq_len num_v_heads head_size",
+)
 _GATES: dict[str, Tensor | Scalar] = {
-    "A_log": Tensor(["num_v_heads"]),
-    "a": Tensor(["batch_size", "seq_len", "num_v_heads"]),
-    "dt_bias": Tensor(["num_v_heads"]),
-    "b": Tensor(["batch_size", "seq_len", "num_v_heads"]),
-    "use_qk_l2norm": Scalar("bool", optional=True),
-    "scale": Scalar(optional=True),
+    **tensors(A_log="num_v_heads", dt_bias="num_v_heads"),
+    **tensors(a="batch_size seq_len num_v_heads", b="batch_size seq_len num_v_heads"),
+    **options(bool="use_qk_l2norm", float32="scale"),
 }
 _BATCH: dict[str, Var | Const] = {"batch_size": Var(), "seq_len": Var(), "num_slots": Var()}
 _STATE = {"state": (1e-2, 1e-2)}  # of bf16; fp32 states are closer, see tests/families
@@ -259,15 +259,11 @@ _PREFILL = TraceTemplate(
     name_prefix="gdn_prefill",
     axes={"total_tokens": Var(), "num_seqs": Var(), "len_cu_seqlens": Var(), **_HEADS},
     inputs={
-        "q": Tensor(["total_tokens", "num_q_heads", "head_size"]),
-        "k": Tensor(["total_tokens", "num_k_heads", "head_size"]),
-        "v": Tensor(["total_tokens", "num_v_heads", "head_size"]),
-        "g": Tensor(["total_tokens", "num_v_heads"]),
-        "beta": Tensor(["total_tokens", "num_v_heads"]),
-        "cu_seqlens": Tensor(["len_cu_seqlens"]),
-        "initial_state": Tensor(["num_seqs", "num_v_heads", "head_size", "head_size"]),
-        "use_qk_l2norm_in_kernel": Scalar("bool", optional=True),
-        "scale": Scalar(optional=True),
+        **tensors(q="total_tokens num_q_heads head_size", k="total_tokens num_k_heads head_size"),
+        **tensors(v="total_tokens num_v_heads head_size", cu_seqlens="len_cu_seqlens"),
+        **tensors(g="total_tokens num_v_heads", beta="total_tokens num_v_heads"),
+        **tensors(initial_state="num_seqs num_v_heads head_size head_size"),
+        **options(bool="use_qk_l2norm_in_kernel", float32="scale"),
     },
     outputs={
         "output": Tensor(["total_tokens", "num_v_heads", "head_size"], dtype_from="q"),
@@ -287,7 +283,7 @@ _PREFILL_CHANNELS = dataclasses.replace(
     _PREFILL,
     name_prefix="kda_prefill",
     inputs={**_PREFILL.inputs, "g": Tensor(["total_tokens", "num_v_heads", "head_size"])},
-    make=_make_prefill_channels,
+    make=with_sizes(_make_prefill, ("channels",), channels=True),
     tags=("gate:channel",),
     description="Gated delta rule over packed sequences, with a gate for each channel of keys.",
 )
@@ -317,12 +313,11 @@ PRETRANSPOSE = TraceTemplate(
     samples=samples({"dtype": ("bfloat16", "float16"), "state_dtype": ("float32", "bfloat16"), "seq_len": (1, 3)}),
     work=_work,
     tolerance=_STATE,
-    others=(
-        "initial_state", "initial_state_indices", "output_state_indices", "intermediate_states_buffer",
-        "disable_state_update",
+    others=words(
+        "initial_state initial_state_indices output_state_indices intermediate_states_buffer disable_state_update"
     ),
     description="Gated delta rule for one or a few tokens of each request, on states with K last.",
-)  # fmt: skip
+)
 
 DECODE = TraceTemplate(
     "gdn",
@@ -346,8 +341,7 @@ _DRAFTS = TraceTemplate(
     axes={**_BATCH, **_HEADS},
     inputs={
         **_ROWS,
-        "initial_state": Tensor(["num_slots", "num_v_heads", "head_size", "head_size"]),
-        "initial_state_indices": Tensor(["batch_size"]),
+        **tensors(initial_state="num_slots num_v_heads head_size head_size", initial_state_indices="batch_size"),
         **_GATES,
     },
     outputs={
@@ -385,17 +379,11 @@ SELECTIVE = TraceTemplate(
         "ngroups": Const(abbrev="ng"),
     },
     inputs={
-        "state": Tensor(["num_slots", "nheads", "dim", "dstate"]),
-        "x": Tensor(["batch_size", "nheads", "dim"]),
-        "dt": Tensor(["batch_size", "nheads", "dim"]),
-        "A": Tensor(["nheads", "dim", "dstate"]),
-        "B": Tensor(["batch_size", "ngroups", "dstate"]),
-        "C": Tensor(["batch_size", "ngroups", "dstate"]),
-        "D": Tensor(["nheads", "dim"]),
-        "z": Tensor(["batch_size", "nheads", "dim"], optional=True),
-        "dt_softplus": Scalar("bool", optional=True),
-        "dt_bias": Tensor(["nheads", "dim"]),
-        "state_batch_indices": Tensor(["batch_size"]),
+        **tensors(state="num_slots nheads dim dstate", x="batch_size nheads dim", dt="batch_size nheads dim"),
+        **tensors(A="nheads dim dstate", B="batch_size ngroups dstate", C="batch_size ngroups dstate"),
+        **tensors(D="nheads dim", dt_bias="nheads dim", state_batch_indices="batch_size"),
+        **tensors({"optional": True}, z="batch_size nheads dim"),
+        **options(bool="dt_softplus"),
     },
     outputs={
         "output": Tensor(["batch_size", "nheads", "dim"], dtype_from="x"),
@@ -414,10 +402,9 @@ SELECTIVE = TraceTemplate(
     ),
     work=_work,
     tolerance={**_STATE, "float32": (1e-5, 1e-4)},  # an output sums dstate terms of 10 that may cancel
-    others=(
-        "pad_slot_id", "state_scale", "disable_state_update", "intermediate_states_buffer", "cache_steps",
-        "intermediate_state_indices", "intermediate_state_scales", "rand_seed", "dst_state_batch_indices", "cu_seqlens",
-        "num_accepted_tokens",
+    others=words(
+        "pad_slot_id state_scale disable_state_update intermediate_states_buffer cache_steps rand_seed cu_seqlens",
+        "intermediate_state_indices intermediate_state_scales dst_state_batch_indices num_accepted_tokens",
     ),
     description="Mamba-2: one step of selective state spaces, with softplus of dt and a gate.",
-)  # fmt: skip
+)

@@ -6,34 +6,27 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fi_core.observe.draw import FLOATS, Draw, nbytes, without
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work, samples
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work, samples, sized
 
 
 def _make(heads: bool, residual: bool, quantized: bool, parameters: tuple[str, ...]) -> Callable[..., dict[str, Any]]:
     """Makes the inputs of a norm: strided rows, with a large value and a NaN in the last row."""
 
-    def make(
-        draw: Draw,
-        *,
-        dtype: str = "bfloat16",
-        out_dtype: str = "float8_e4m3fn",
-        batch_size: int = 5,
-        num_heads: int = 3,
-        hidden_size: int = 136,
-        scale: float | None = None,
-        eps: float = 1e-5,
-    ) -> dict[str, Any]:
-        shape = (batch_size, num_heads, hidden_size) if heads else (batch_size, hidden_size)
-        found = {"out": draw.empty(shape, out_dtype)} if quantized else {}
-        found["input"] = draw.rows(draw.special(draw.normal(shape, dtype), float("nan")))
+    @sized(
+        dtype="bfloat16", out_dtype="float8_e4m3fn", batch_size=5, num_heads=3, hidden_size=136, scale=None, eps=1e-5
+    )
+    def make(draw: Draw, s: Any) -> dict[str, Any]:
+        shape = (s.batch_size, s.num_heads, s.hidden_size) if heads else (s.batch_size, s.hidden_size)
+        found = {"out": draw.empty(shape, s.out_dtype)} if quantized else {}
+        found["input"] = draw.rows(draw.special(draw.normal(shape, s.dtype), float("nan")))
         if residual:
-            found["residual"] = draw.rows(draw.normal(shape, dtype, 3.0 if draw.nasty else 1.0))
-        kind = "float32" if "beta" in parameters else dtype
-        found |= {parameter: draw.normal((hidden_size,), kind) for parameter in parameters}
+            found["residual"] = draw.rows(draw.normal(shape, s.dtype, 3.0 if draw.nasty else 1.0))
+        kind = "float32" if "beta" in parameters else s.dtype
+        found |= {parameter: draw.normal((s.hidden_size,), kind) for parameter in parameters}
         if quantized:
             drawn = draw.normal((1,), "float32").abs() + 0.01
-            found["scale"] = drawn if scale is None else drawn.fill_(scale)
-        return {**found, "eps": eps}
+            found["scale"] = drawn if s.scale is None else drawn.fill_(s.scale)
+        return {**found, "eps": s.eps}
 
     return without(make, (("num_heads",) if not heads else ()) + (("out_dtype", "scale") if not quantized else ()))
 
@@ -226,19 +219,18 @@ LAYERNORM_QUANT = _template(
 _ROWS = ("batch_size", "hidden_size")
 
 
-def _make_block_quant(
-    draw: Draw, *, dtype: str = "bfloat16", batch_size: int = 5, hidden_size: int = 384, eps: float = 1e-5
-) -> dict[str, Any]:
-    shape = (batch_size, hidden_size)
-    scales = draw.normal((hidden_size // 128, -(-batch_size // 4) * 4), "float32").zero_()
+@sized(dtype="bfloat16", batch_size=5, hidden_size=384, eps=1e-5)
+def _make_block_quant(draw: Draw, s: Any) -> dict[str, Any]:
+    shape = (s.batch_size, s.hidden_size)
+    scales = draw.normal((s.hidden_size // 128, -(-s.batch_size // 4) * 4), "float32").zero_()
     return {
         "out": draw.empty(shape, "float8_e4m3fn"),
         "block_scale": scales,
-        "normed_out": draw.empty(shape, dtype),
-        "input": draw.rows(draw.normal(shape, dtype)),
-        "residual": draw.rows(draw.normal(shape, dtype)),
-        "weight": draw.normal(shape[1:], dtype),
-        "eps": eps,
+        "normed_out": draw.empty(shape, s.dtype),
+        "input": draw.rows(draw.normal(shape, s.dtype)),
+        "residual": draw.rows(draw.normal(shape, s.dtype)),
+        "weight": draw.normal(shape[1:], s.dtype),
+        "eps": s.eps,
     }
 
 

@@ -7,16 +7,13 @@ Axes, inputs, outputs and reference give the benchmark definition of a call (`de
 
 from __future__ import annotations
 
-import functools
 import inspect
-import itertools
 import json
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from fi_core.observe.comparison import default_tolerances
@@ -335,45 +332,6 @@ def write_definition(definition: Mapping[str, Any], directory: Path) -> None:
     files.write(directory / f"{definition['name']}.json", json.dumps(definition, indent=2))
 
 
-def with_sizes(
-    make: Callable[..., dict[str, Any]], hidden: Sequence[str], **usual: Any
-) -> Callable[..., dict[str, Any]]:
-    """A `make` with these defaults; the hidden parameters are not sizes that a user can choose."""
-    found = functools.partial(make, **usual)
-    parameters = inspect.signature(found).parameters.values()
-    found.__signature__ = inspect.Signature([p for p in parameters if p.name not in hidden])  # type: ignore[attr-defined]
-    return found
-
-
-def sized(
-    fixed: Mapping[str, Any] | None = None, **usual: Any
-) -> Callable[[Callable[[Draw, Any], dict[str, Any]]], Callable[..., dict[str, Any]]]:
-    """A `make` from a function of a draw and its sizes, a namespace: it takes the usual ones by name, as defaults.
-
-    fixed: sizes that a user cannot choose.
-    """
-    sizes = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=usual[name]) for name in usual]
-    signature = inspect.Signature([inspect.Parameter("draw", inspect.Parameter.POSITIONAL_ONLY), *sizes])
-
-    def decorate(function: Callable[[Draw, Any], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        def make(draw: Draw, **given: Any) -> dict[str, Any]:
-            signature.bind(draw, **given)  # refuses other sizes
-            return function(draw, SimpleNamespace(**{**(fixed or {}), **usual, **given}))
-
-        make.__signature__ = signature  # type: ignore[attr-defined]
-        return make
-
-    return decorate
-
-
-def axes_of(inputs: Mapping[str, Tensor | Scalar], **fixed: str) -> dict[str, Var | Const]:
-    """The axes of the inputs. fixed: those that a model fixes, with their `abbrev`, behind all others."""
-    shaped = (entry.dim_names for entry in inputs.values() if isinstance(entry, Tensor))
-    names = dict.fromkeys(itertools.chain.from_iterable(shaped))
-    consts = {name: Const(abbrev=abbrev) for name, abbrev in fixed.items() if name in names}
-    return {**{name: Var() for name in names if name not in fixed}, **consts}
-
-
 _UNSET = (1, -1, "NHD", "NONE", ())  # a scale, a window, a layout, a position encoding, further arguments
 
 
@@ -386,17 +344,6 @@ def sets_any(arguments: Mapping[str, Any], *names: str) -> bool:
         return not isinstance(value, (int, float, str, tuple)) or value not in _UNSET
 
     return any(is_set(arguments.get(name)) for name in names)
-
-
-def samples(axes: Mapping[str, Sequence[Any]]) -> tuple[dict[str, Any], ...]:
-    """Every combination of a value of each axis; axes that change together share a key, as in "rows, columns"."""
-    found: list[dict[str, Any]] = []
-    for values in itertools.product(*axes.values()):
-        sample: dict[str, Any] = {}
-        for names, value in zip((key.split(", ") for key in axes), values):
-            sample |= zip(names, value if len(names) > 1 else (value,))
-        found.append(sample)
-    return tuple(found)
 
 
 def _axis_entry(kind: Var | Const, value: int | None) -> dict[str, Any]:

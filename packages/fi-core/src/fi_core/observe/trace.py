@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from fi_core.observe.comparison import default_check, default_tolerances
+from fi_core.observe.describe import axes_of, options, samples, sized, tensors, words
 from fi_core.observe.template import (
     Const,
     Scalar,
@@ -18,10 +19,7 @@ from fi_core.observe.template import (
     TraceTemplate,
     Var,
     Work,
-    axes_of,
-    samples,
     sets_any,
-    sized,
     write_definition,
 )
 from fi_core.runtime.env import env
@@ -40,9 +38,12 @@ __all__ = [
     "default_check",
     "default_tolerances",
     "fi_trace",
+    "options",
     "samples",
     "sized",
     "template_problems",
+    "tensors",
+    "words",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fi_core.observe.draw import Draw, nbytes
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work, samples
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work, samples, sized, tensors
 from fi_core.page.trace import _TABLE, _TABLE_AXES, _make_table, _write_rows
 from fi_core.quantization.reference import block_amax, e2m1, e4m3_scaled
 
@@ -67,40 +67,33 @@ def _slots_head_major_reference(  # type: ignore[no-untyped-def]
 
 
 _REFERENCES: dict[tuple[str, bool], Callable[..., Any]] = {
-    ("NHD", False): _append_reference, ("HND", False): _append_head_major_reference,
-    ("NHD", True): _slots_reference, ("HND", True): _slots_head_major_reference,
-}  # fmt: skip
+    ("NHD", False): _append_reference,
+    ("HND", False): _append_head_major_reference,
+    ("NHD", True): _slots_reference,
+    ("HND", True): _slots_head_major_reference,
+}
 
 
 def _make(layout: str, by_slot: bool) -> Callable[..., dict[str, Any]]:
-    def make(
-        draw: Draw,
-        *,
-        dtype: str = "bfloat16",
-        batch_size: int = 4,
-        page_size: int = 5,
-        qo_len: int = 3,
-        kv_len: int | None = None,
-        num_kv_heads: int = 3,
-        head_dim: int = 64,
-        v_head_dim: int = 32,
-    ) -> dict[str, Any]:
-        table, pages = _make_table(draw, batch_size, page_size, qo_len, kv_len)
+    @sized(
+        dtype="bfloat16", batch_size=4, page_size=5, qo_len=3, kv_len=None, num_kv_heads=3, head_dim=64, v_head_dim=32
+    )
+    def make(draw: Draw, s: Any) -> dict[str, Any]:
+        table, pages = _make_table(draw, s.batch_size, s.page_size, s.qo_len, s.kv_len)
         nnz = len(table["positions"])
-        slots = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
-        k, v = (draw.normal((nnz, num_kv_heads, dim), dtype) for dim in (head_dim, v_head_dim))
-        dims = head_dim, v_head_dim
+        slots = (s.page_size, s.num_kv_heads) if layout == "NHD" else (s.num_kv_heads, s.page_size)
+        k, v = (draw.normal((nnz, s.num_kv_heads, dim), s.dtype) for dim in (s.head_dim, s.v_head_dim))
+        dims = s.head_dim, s.v_head_dim
         cache, scales = (
             tuple(draw.rows(draw.integers(0, 126, (pages, *slots, dim // part), "uint8")) for dim in dims)
             for part in (2, 16)
         )
-        found = {
-            "append_key": draw.rows(k), "append_value": draw.rows(draw.special(v, 0.0, -0.0, 3e4)),
-            "paged_kv_cache": cache, "kv_cache_sf": scales, "k_scale": 0.0013, "v_scale": 0.25, "kv_layout": layout,
-        }  # fmt: skip
+        found: dict[str, Any] = {"append_key": draw.rows(k), "append_value": draw.rows(draw.special(v, 0.0, -0.0, 3e4))}
+        found |= {"paged_kv_cache": cache, "kv_cache_sf": scales}
+        found |= {"k_scale": 0.0013, "v_scale": 0.25, "kv_layout": layout}
         if not by_slot:
             return found | table
-        chosen = draw.permutation(pages * page_size)[:nnz].long()
+        chosen = draw.permutation(pages * s.page_size)[:nnz].long()
         return found | {"slot_mapping": draw.special(chosen, -1)}
 
     return make
@@ -122,20 +115,23 @@ def _template(layout: str, by_slot: bool) -> TraceTemplate:
         return Tensor(["num_pages", *tokens, dim], dtype="uint8", param=owner, tuple_idx=int(name[0] == "v"))
 
     parts = {name: part(name) for name in _PARTS}
+    unnamed = ("v_head_dim", *(f"{dim}_{unit}" for unit in ("bytes", "blocks") for dim in ("head_dim", "v_head_dim")))
     axes = {
-        "num_kv_heads": Const(abbrev="kv"), "head_dim": Const(abbrev="d"), "v_head_dim": Const(abbrev=""),
-        "page_size": Const(abbrev="ps"), "head_dim_bytes": Const(abbrev=""), "v_head_dim_bytes": Const(abbrev=""),
-        "head_dim_blocks": Const(abbrev=""), "v_head_dim_blocks": Const(abbrev=""),
-    }  # fmt: skip
+        "num_kv_heads": Const(abbrev="kv"),
+        "head_dim": Const(abbrev="d"),
+        "page_size": Const(abbrev="ps"),
+        **dict.fromkeys(unnamed, Const(abbrev="")),
+    }
     given = {"slot_mapping": Tensor(["nnz"])} if by_slot else _TABLE
     base = {"nnz": Var(), "num_pages": Var()} if by_slot else _TABLE_AXES
     return TraceTemplate(
         "nvfp4_quantize_append_paged_kv_cache" + ("_with_slot_mapping" if by_slot else ""),
         axes={**base, **axes},
         inputs={
-            "append_key": Tensor(["nnz", "num_kv_heads", "head_dim"]),
-            "append_value": Tensor(["nnz", "num_kv_heads", "v_head_dim"]),
-            **parts, **given, "k_scale": Scalar("float32"), "v_scale": Scalar("float32"),
+            **tensors(append_key="nnz num_kv_heads head_dim", append_value="nnz num_kv_heads v_head_dim"),
+            **parts,
+            **given,
+            **dict.fromkeys(("k_scale", "v_scale"), Scalar()),
         },
         outputs=parts,
         reference=(block_amax, e2m1, e4m3_scaled, _write_rows, _quantized, _REFERENCES[layout, by_slot]),
@@ -146,7 +142,7 @@ def _template(layout: str, by_slot: bool) -> TraceTemplate:
         work=_work,
         tolerance=dict.fromkeys(_PARTS, (0.0, 0.0)),
         description=f"Quantizes new K and V rows to NVFP4 into the pages of their requests, {layout} layout.",
-    )  # fmt: skip
+    )
 
 
 def _mla_reference(  # type: ignore[no-untyped-def]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fi_core.observe.draw import Draw, nbytes
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work, samples
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work, samples, sized, tensors
 
 
 def _paged(layout: str, part: str, dim: str) -> Tensor:
@@ -43,11 +43,8 @@ def _append_head_major_reference(  # type: ignore[no-untyped-def]
 
 
 _TABLE = {
-    "batch_indices": Tensor(["nnz"]),
-    "positions": Tensor(["nnz"]),
-    "kv_indices": Tensor(["num_indices"]),
-    "kv_indptr": Tensor(["batch_size_plus_1"]),
-    "kv_last_page_len": Tensor(["batch_size"]),
+    **tensors(batch_indices="nnz", positions="nnz", kv_indices="num_indices", kv_indptr="batch_size_plus_1"),
+    **tensors(kv_last_page_len="batch_size"),
 }
 _TABLE_AXES: dict[str, Var | Const] = {
     axis: Var() for axis in ("nnz", "num_pages", "num_indices", "batch_size_plus_1", "batch_size")
@@ -80,27 +77,17 @@ def _make_table(
 
 
 def _make_append(layout: str) -> Callable[..., dict[str, Any]]:
-    def make(
-        draw: Draw,
-        *,
-        dtype: str = "bfloat16",
-        batch_size: int = 4,
-        page_size: int = 5,
-        qo_len: int = 3,
-        kv_len: int | None = None,
-        num_kv_heads: int = 3,
-        head_dim: int = 18,
-        v_head_dim: int = 10,
-    ) -> dict[str, Any]:
-        table, pages = _make_table(draw, batch_size, page_size, qo_len, kv_len)
+    @sized(
+        dtype="bfloat16", batch_size=4, page_size=5, qo_len=3, kv_len=None, num_kv_heads=3, head_dim=18, v_head_dim=10
+    )
+    def make(draw: Draw, s: Any) -> dict[str, Any]:
+        table, pages = _make_table(draw, s.batch_size, s.page_size, s.qo_len, s.kv_len)
         nnz = len(table["positions"])
-        slots = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
-        k, v = (draw.normal((nnz, num_kv_heads, dim), dtype) for dim in (head_dim, v_head_dim))
-        caches = tuple(draw.rows(draw.normal((pages, *slots, dim), dtype)) for dim in (head_dim, v_head_dim))
-        return {
-            "append_key": draw.rows(k), "append_value": draw.rows(v), "paged_kv_cache": caches, "kv_layout": layout,
-            **table,
-        }  # fmt: skip
+        slots = (s.page_size, s.num_kv_heads) if layout == "NHD" else (s.num_kv_heads, s.page_size)
+        k, v = (draw.normal((nnz, s.num_kv_heads, dim), s.dtype) for dim in (s.head_dim, s.v_head_dim))
+        caches = tuple(draw.rows(draw.normal((pages, *slots, dim), s.dtype)) for dim in (s.head_dim, s.v_head_dim))
+        found = {"append_key": draw.rows(k), "append_value": draw.rows(v), "paged_kv_cache": caches}
+        return {**found, "kv_layout": layout, **table}
 
     return make
 
@@ -127,8 +114,7 @@ def _append_template(layout: str) -> TraceTemplate:
             "page_size": Const(abbrev="ps"),
         },
         inputs={
-            "append_key": Tensor(["nnz", "num_kv_heads", "head_dim"]),
-            "append_value": Tensor(["nnz", "num_kv_heads", "v_head_dim"]),
+            **tensors(append_key="nnz num_kv_heads head_dim", append_value="nnz num_kv_heads v_head_dim"),
             **caches,
             **_TABLE,
         },
@@ -169,22 +155,13 @@ def append_mla_reference(  # type: ignore[no-untyped-def]
     return _write_rows(rows, (ckv_cache, kpe_cache), batch_indices, positions, kv_indices, kv_indptr)
 
 
-def _make_append_mla(
-    draw: Draw,
-    *,
-    dtype: str = "bfloat16",
-    batch_size: int = 4,
-    page_size: int = 5,
-    qo_len: int = 3,
-    kv_len: int | None = None,
-    head_dim_ckv: int = 34,
-    head_dim_kpe: int = 6,
-) -> dict[str, Any]:
-    table, pages = _make_table(draw, batch_size, page_size, qo_len, kv_len)
+@sized(dtype="bfloat16", batch_size=4, page_size=5, qo_len=3, kv_len=None, head_dim_ckv=34, head_dim_kpe=6)
+def _make_append_mla(draw: Draw, s: Any) -> dict[str, Any]:
+    table, pages = _make_table(draw, s.batch_size, s.page_size, s.qo_len, s.kv_len)
     found: dict[str, Any] = {}
-    for part, dim in (("ckv", head_dim_ckv), ("kpe", head_dim_kpe)):
-        found[f"append_{part}"] = draw.rows(draw.normal((len(table["positions"]), dim), dtype))
-        found[f"{part}_cache"] = draw.rows(draw.normal((pages, page_size, dim), dtype))
+    for part, dim in (("ckv", s.head_dim_ckv), ("kpe", s.head_dim_kpe)):
+        found[f"append_{part}"] = draw.rows(draw.normal((len(table["positions"]), dim), s.dtype))
+        found[f"{part}_cache"] = draw.rows(draw.normal((pages, s.page_size, dim), s.dtype))
     return {**found, **table}
 
 
@@ -197,10 +174,8 @@ APPEND_MLA = TraceTemplate(
         "page_size": Const(abbrev="ps"),
     },
     inputs={
-        "append_ckv": Tensor(["nnz", "head_dim_ckv"]),
-        "append_kpe": Tensor(["nnz", "head_dim_kpe"]),
-        "ckv_cache": Tensor(["num_pages", "page_size", "head_dim_ckv"]),
-        "kpe_cache": Tensor(["num_pages", "page_size", "head_dim_kpe"]),
+        **tensors(append_ckv="nnz head_dim_ckv", append_kpe="nnz head_dim_kpe"),
+        **tensors(ckv_cache="num_pages page_size head_dim_ckv", kpe_cache="num_pages page_size head_dim_kpe"),
         **_TABLE,
     },
     outputs={
@@ -228,23 +203,21 @@ def positions_reference(append_indptr, seq_lens, nnz):  # type: ignore[no-untype
     return batch_indices, positions
 
 
-def _make_positions(
-    draw: Draw, *, batch_size: int = 5, nnz: int = 12, qo_len: int | None = None, kv_len: int = 100
-) -> dict[str, Any]:
+@sized(batch_size=5, nnz=12, qo_len=None, kv_len=100)
+def _make_positions(draw: Draw, s: Any) -> dict[str, Any]:
     """Requests of qo_len rows and kv_len tokens, or of 0 to 3 rows; rows of no request behind them up to nnz."""
-    counts = [b % 4 if qo_len is None else qo_len for b in range(batch_size)]
-    lengths = draw.int32(counts) + draw.integers(0, 100, (batch_size,))
-    if qo_len is not None:
-        lengths.fill_(kv_len)
-    return {"append_indptr": draw.offsets(counts), "seq_lens": lengths, "nnz": max(nnz, sum(counts))}
+    counts = [b % 4 if s.qo_len is None else s.qo_len for b in range(s.batch_size)]
+    lengths = draw.int32(counts) + draw.integers(0, 100, (s.batch_size,))
+    if s.qo_len is not None:
+        lengths.fill_(s.kv_len)
+    return {"append_indptr": draw.offsets(counts), "seq_lens": lengths, "nnz": max(s.nnz, sum(counts))}
 
 
 POSITIONS = TraceTemplate(
     "get_batch_indices_positions",
     axes={"nnz": Var(), "batch_size": Var(), "batch_size_plus_1": Var()},
     inputs={
-        "append_indptr": Tensor(["batch_size_plus_1"]),
-        "seq_lens": Tensor(["batch_size"]),
+        **tensors(append_indptr="batch_size_plus_1", seq_lens="batch_size"),
         "nnz": Scalar("int32"),
     },
     outputs={"batch_indices": Tensor(["nnz"], dtype="int32"), "positions": Tensor(["nnz"], dtype="int32")},
@@ -278,8 +251,7 @@ SEQ_LENS = TraceTemplate(
     "get_seq_lens",
     axes={"batch_size": Var(), "batch_size_plus_1": Var()},
     inputs={
-        "kv_indptr": Tensor(["batch_size_plus_1"]),
-        "kv_last_page_len": Tensor(["batch_size"]),
+        **tensors(kv_indptr="batch_size_plus_1", kv_last_page_len="batch_size"),
         "page_size": Scalar("int32"),
     },
     outputs={"seq_lens": Tensor(["batch_size"], dtype_from="kv_last_page_len")},

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from fi_core.observe.draw import Draw, dtype_of, nbytes
-from fi_core.observe.trace import Scalar, Tensor, Work
+from fi_core.observe.trace import Scalar, Tensor, Work, options, sized
 from fi_core.quantization import reference
 from fi_core.quantization.description import LAYOUTS, described, global_scale_of
 from fi_core.quantization.layout import SfLayout, layout_of, scale_shape
@@ -32,11 +32,10 @@ def _interleave_work(arguments: Mapping[str, Any]) -> Work:
     return Work(0, nbytes(x) + padded * x.element_size())
 
 
-def _make_interleave(
-    draw: Draw, *, dtype: str = "uint8", batch_size: int = 2, rows: int = 130, columns: int = 10
-) -> dict[str, Any]:
-    shape = (batch_size, rows, columns)
-    return {"unswizzled_sf": draw.integers(0, 255, shape).to(dtype_of(dtype))}
+@sized(dtype="uint8", batch_size=2, rows=130, columns=10)
+def _make_interleave(draw: Draw, s: Any) -> dict[str, Any]:
+    shape = (s.batch_size, s.rows, s.columns)
+    return {"unswizzled_sf": draw.integers(0, 255, shape).to(dtype_of(s.dtype))}
 
 
 BLOCK_SCALE_INTERLEAVE = described(
@@ -52,19 +51,16 @@ BLOCK_SCALE_INTERLEAVE = described(
 )
 
 
-def _make_dequantize(
-    draw: Draw, *, rows: int = 5, columns: int = 96, sf_vec_size: int = 16, ufp8_type: int = 1,
-    is_sf_swizzled_layout: bool = True, is_sf_8x4_layout: bool = False, scaled: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    layout = layout_of(is_sf_swizzled_layout, is_sf_8x4_layout)
+@sized(
+    rows=5, columns=96, sf_vec_size=16, ufp8_type=1, is_sf_swizzled_layout=True, is_sf_8x4_layout=False, scaled=False
+)
+def _make_dequantize(draw: Draw, s: Any) -> dict[str, Any]:
+    layout = layout_of(s.is_sf_swizzled_layout, s.is_sf_8x4_layout)
     return {
-        "e2m1_tensor": draw.integers(0, 256, (rows, columns // 2), "uint8"),
-        "ufp8_scale_tensor": draw.integers(0, 128, scale_shape(layout, rows, columns // sf_vec_size), "uint8"),
-        "global_scale_tensor": global_scale_of(draw) if scaled else None,
-        "sf_vec_size": sf_vec_size,
-        "ufp8_type": ufp8_type,
-        "is_sf_swizzled_layout": is_sf_swizzled_layout,
-        "is_sf_8x4_layout": is_sf_8x4_layout,
+        "e2m1_tensor": draw.integers(0, 256, (s.rows, s.columns // 2), "uint8"),
+        "ufp8_scale_tensor": draw.integers(0, 128, scale_shape(layout, s.rows, s.columns // s.sf_vec_size), "uint8"),
+        "global_scale_tensor": global_scale_of(draw) if s.scaled else None,
+        **s.named("sf_vec_size", "ufp8_type", "is_sf_swizzled_layout", "is_sf_8x4_layout"),
     }
 
 
@@ -86,10 +82,7 @@ E2M1_AND_UFP8SF_SCALE_TO_FLOAT = described(
         "e2m1_tensor": Tensor(["rows", "bytes"]),
         "ufp8_scale_tensor": _SCALES,
         "global_scale_tensor": Tensor(["one"], dtype="float32", optional=True),
-        "sf_vec_size": Scalar("int32", optional=True),
-        "ufp8_type": Scalar("int32", optional=True),
-        "is_sf_swizzled_layout": Scalar("bool", optional=True),
-        "is_sf_8x4_layout": Scalar("bool", optional=True),
+        **options(int32="sf_vec_size ufp8_type", bool="is_sf_swizzled_layout is_sf_8x4_layout"),
     },
     _VALUES,
     _dequantize_work(2),
@@ -146,14 +139,13 @@ MXFP4_DEQUANTIZE_HOST = described(
 )
 
 
-def _make_mxfp8_values(
-    draw: Draw, *, rows: int = 5, columns: int = 96, is_sf_swizzled_layout: bool = True
-) -> dict[str, Any]:
-    layout = SfLayout.layout_128x4 if is_sf_swizzled_layout else SfLayout.layout_linear
+@sized(rows=5, columns=96, is_sf_swizzled_layout=True)
+def _make_mxfp8_values(draw: Draw, s: Any) -> dict[str, Any]:
+    layout = SfLayout.layout_128x4 if s.is_sf_swizzled_layout else SfLayout.layout_linear
     return {
-        "input": draw.rows(draw.normal((rows, columns), "float8_e4m3fn")),
-        "scale_tensor": draw.integers(100, 140, scale_shape(layout, rows, columns // 32), "uint8"),
-        "is_sf_swizzled_layout": is_sf_swizzled_layout,
+        "input": draw.rows(draw.normal((s.rows, s.columns), "float8_e4m3fn")),
+        "scale_tensor": draw.integers(100, 140, scale_shape(layout, s.rows, s.columns // 32), "uint8"),
+        "is_sf_swizzled_layout": s.is_sf_swizzled_layout,
     }
 
 
@@ -165,8 +157,7 @@ MXFP8_DEQUANTIZE_HOST = described(
     {
         "input": Tensor(["rows", "columns"]),
         "scale_tensor": _SCALES,
-        "is_sf_swizzled_layout": Scalar("bool", optional=True),
-        "sf_swizzle_layout": Scalar("int32", optional=True),
+        **options(bool="is_sf_swizzled_layout", int32="sf_swizzle_layout"),
     },
     _VALUES,
     _dequantize_work(1),

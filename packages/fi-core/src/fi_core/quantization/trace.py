@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fi_core.observe.draw import Draw, dtype_of
-from fi_core.observe.trace import Scalar, Tensor
+from fi_core.observe.trace import Scalar, Tensor, options, sized, tensors
 from fi_core.quantization import reference
 from fi_core.quantization.description import LAYOUTS, SPECIAL, described, global_scale_of, rows_of, work_of
 from fi_core.quantization.layout import SfLayout
@@ -14,29 +14,22 @@ from fi_core.utils import round_up
 _E4M3_SCALED = (reference.e2m1, reference.block_amax, reference.swizzled, reference.e4m3_scaled)
 _POWER_SCALED = (reference.e2m1, reference.block_amax, reference.swizzled, reference.exponents)
 _MX8 = (reference.block_amax, reference.swizzled, reference.exponents, reference.mxfp8)
-_PACKED = {"x_q": Tensor(["rows", "bytes"], dtype="uint8"), "sf": Tensor(["sf_rows", "sf_columns"], dtype="uint8")}
+_PACKED = tensors({"dtype": "uint8"}, x_q="rows bytes", sf="sf_rows sf_columns")
 _SHAPES = ((5, 96), (130, 320), (1, 64), (0, 64), (128, 64))
 
 
-def _matrix(name: str) -> dict[str, Tensor]:
-    return {name: Tensor(["rows", "columns"])}
+_LAYOUT = "is_sf_swizzled_layout is_sf_8x4_layout"
+_SIZES: dict[str, Any] = {"dtype": "bfloat16", "rows": 5, "columns": 96}
 
 
-def _make_fp4(
-    draw: Draw, *, dtype: str = "bfloat16", rows: int = 5, columns: int = 96, sf_vec_size: int = 16,
-    sf_use_ue8m0: bool = False, is_sf_swizzled_layout: bool = True, is_sf_8x4_layout: bool = False,
-    column_major: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    shape = (columns, rows) if column_major else (rows, columns)
-    x = rows_of(draw, shape, dtype, *SPECIAL)
-    return {
-        "input": x.mT if column_major else x,
-        "global_scale": None if sf_use_ue8m0 else global_scale_of(draw),
-        "sf_vec_size": sf_vec_size,
-        "sf_use_ue8m0": sf_use_ue8m0,
-        "is_sf_swizzled_layout": is_sf_swizzled_layout,
-        "is_sf_8x4_layout": is_sf_8x4_layout,
-    }
+@sized(
+    **_SIZES, sf_vec_size=16, sf_use_ue8m0=False, is_sf_swizzled_layout=True, is_sf_8x4_layout=False, column_major=False
+)
+def _make_fp4(draw: Draw, s: Any) -> dict[str, Any]:
+    shape = (s.columns, s.rows) if s.column_major else (s.rows, s.columns)
+    x, global_scale = rows_of(draw, shape, s.dtype, *SPECIAL), None if s.sf_use_ue8m0 else global_scale_of(draw)
+    found = {"input": x.mT if s.column_major else x, "global_scale": global_scale}
+    return {**found, **s.named("sf_vec_size", "sf_use_ue8m0", "is_sf_swizzled_layout", "is_sf_8x4_layout")}
 
 
 FP4_QUANTIZE = described(
@@ -56,13 +49,9 @@ FP4_QUANTIZE = described(
         {"rows": 64, "columns": 5, "column_major": True, "sf_vec_size": 32, "sf_use_ue8m0": True},
     ),
     {
-        **_matrix("input"),
-        "global_scale": Tensor(["one"], dtype="float32", optional=True),
-        "sf_vec_size": Scalar("int32", optional=True),
-        "sf_use_ue8m0": Scalar("bool", optional=True),
-        "is_sf_swizzled_layout": Scalar("bool", optional=True),
-        "is_sf_8x4_layout": Scalar("bool", optional=True),
-        "is_global_scale_inversed": Scalar("bool", optional=True),
+        **tensors(input="rows columns"),
+        **tensors({"dtype": "float32", "optional": True}, global_scale="one"),
+        **options(int32="sf_vec_size", bool="sf_use_ue8m0 is_global_scale_inversed " + _LAYOUT),
     },
     _PACKED,
     work_of(16, 2),
@@ -70,16 +59,13 @@ FP4_QUANTIZE = described(
 )
 
 
-def _make_nvfp4(
-    draw: Draw, *, dtype: str = "bfloat16", rows: int = 5, columns: int = 96, sf_layout: str = "128x4",
-    do_shuffle: bool = False, sf_vec_size: int = 16, global_scale: float = 40.0,
-) -> dict[str, Any]:  # fmt: skip
+@sized(**_SIZES, sf_layout="128x4", do_shuffle=False, sf_vec_size=16, global_scale=40.0)
+def _make_nvfp4(draw: Draw, s: Any) -> dict[str, Any]:
     return {
-        "a": rows_of(draw, (rows, columns), dtype, *SPECIAL),
-        "a_global_sf": global_scale_of(draw, scale=global_scale),
-        "sfLayout": SfLayout[f"layout_{sf_layout}"],
-        "do_shuffle": do_shuffle,
-        "sf_vec_size": sf_vec_size,
+        "a": rows_of(draw, (s.rows, s.columns), s.dtype, *SPECIAL),
+        "a_global_sf": global_scale_of(draw, scale=s.global_scale),
+        "sfLayout": SfLayout[f"layout_{s.sf_layout}"],
+        **s.named("do_shuffle", "sf_vec_size"),
     }
 
 
@@ -89,11 +75,8 @@ NVFP4_QUANTIZE = described(
     _make_nvfp4,
     (*LAYOUTS, {"rows": 128, "columns": 128, "do_shuffle": True}, {"rows": 0, "columns": 32}),
     {
-        **_matrix("a"),
-        "a_global_sf": Tensor(["one"]),
-        "sfLayout": Scalar("int32", optional=True),
-        "do_shuffle": Scalar("bool", optional=True),
-        "sf_vec_size": Scalar("int32", optional=True),
+        **tensors(a="rows columns", a_global_sf="one"),
+        **options(int32="sfLayout sf_vec_size", bool="do_shuffle"),
     },
     _PACKED,
     work_of(16, 2),
@@ -102,11 +85,10 @@ NVFP4_QUANTIZE = described(
 )
 
 
-def _make_mxfp4(
-    draw: Draw, *, dtype: str = "bfloat16", rows: int = 5, columns: int = 96, sf_layout: str = "128x4"
-) -> dict[str, Any]:
-    layout = SfLayout[f"layout_{sf_layout}"]
-    return {"a": rows_of(draw, (rows, columns), dtype, *SPECIAL), "sfLayout": layout}
+@sized(**_SIZES, sf_layout="128x4")
+def _make_mxfp4(draw: Draw, s: Any) -> dict[str, Any]:
+    layout = SfLayout[f"layout_{s.sf_layout}"]
+    return {"a": rows_of(draw, (s.rows, s.columns), s.dtype, *SPECIAL), "sfLayout": layout}
 
 
 MXFP4_QUANTIZE = described(
@@ -114,22 +96,19 @@ MXFP4_QUANTIZE = described(
     (*_POWER_SCALED, reference.mxfp4_reference),
     _make_mxfp4,
     (*LAYOUTS, {"dtype": "float16", "rows": 3, "columns": 320}, {"rows": 0, "columns": 32}),
-    {**_matrix("a"), "sfLayout": Scalar("int32", optional=True)},
+    {**tensors(a="rows columns"), **options(int32="sfLayout")},
     _PACKED,
     work_of(32, 2),
     "Quantizes blocks of 32 elements to e2m1 with power-of-two scales.",
 )
 
 
-def _make_gated(
-    draw: Draw, *, dtype: str = "bfloat16", rows: int = 5, columns: int = 96, global_scale: float = 40.0,
-    is_sf_swizzled_layout: bool = True, is_sf_8x4_layout: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+@sized(**_SIZES, global_scale=40.0, is_sf_swizzled_layout=True, is_sf_8x4_layout=False)
+def _make_gated(draw: Draw, s: Any) -> dict[str, Any]:
     return {
-        "input": draw.rows(draw.normal((rows, 2 * columns), dtype)),
-        "global_scale": global_scale_of(draw, scale=global_scale),
-        "is_sf_swizzled_layout": is_sf_swizzled_layout,
-        "is_sf_8x4_layout": is_sf_8x4_layout,
+        "input": draw.rows(draw.normal((s.rows, 2 * s.columns), s.dtype)),
+        "global_scale": global_scale_of(draw, scale=s.global_scale),
+        **s.named("is_sf_swizzled_layout", "is_sf_8x4_layout"),
     }
 
 
@@ -139,11 +118,8 @@ SILU_AND_MUL_NVFP4_QUANTIZE = described(
     _make_gated,
     ({}, {"dtype": "float16", "rows": 1, "columns": 64, "is_sf_8x4_layout": True}, {"is_sf_swizzled_layout": False}),
     {
-        "input": Tensor(["rows", "gated_columns"]),
-        "global_scale": Tensor(["one"]),
-        "sf_vec_size": Scalar("int32", optional=True),
-        "is_sf_swizzled_layout": Scalar("bool", optional=True),
-        "is_sf_8x4_layout": Scalar("bool", optional=True),
+        **tensors(input="rows gated_columns", global_scale="one"),
+        **options(int32="sf_vec_size", bool=_LAYOUT),
     },
     _PACKED,
     work_of(16, 2, gated=True),
@@ -151,14 +127,12 @@ SILU_AND_MUL_NVFP4_QUANTIZE = described(
 )
 
 
-def _make_batched(
-    draw: Draw, *, dtype: str = "bfloat16", batch_size: int = 3, rows: int = 5, columns: int = 96,
-    sf_vec_size: int = 16, global_scale: float = 40.0,
-) -> dict[str, Any]:  # fmt: skip
+@sized(dtype="bfloat16", batch_size=3, rows=5, columns=96, sf_vec_size=16, global_scale=40.0)
+def _make_batched(draw: Draw, s: Any) -> dict[str, Any]:
     return {
-        "a": rows_of(draw, (batch_size, rows, columns), dtype, *SPECIAL),
-        "a_global_sf": global_scale_of(draw, scale=global_scale),
-        "sf_vec_size": sf_vec_size,
+        "a": rows_of(draw, (s.batch_size, s.rows, s.columns), s.dtype, *SPECIAL),
+        "a_global_sf": global_scale_of(draw, scale=s.global_scale),
+        "sf_vec_size": s.sf_vec_size,
     }
 
 
@@ -167,25 +141,17 @@ NVFP4_BATCHED_QUANTIZE = described(
     (*_E4M3_SCALED, reference.batched_reference),
     _make_batched,
     ({}, {"dtype": "float16", "batch_size": 2, "rows": 130, "columns": 64}),
-    {
-        "a": Tensor(["batch", "rows", "columns"]),
-        "a_global_sf": Tensor(["one"]),
-        "sf_vec_size": Scalar("int32", optional=True),
-    },
-    {
-        "x_q": Tensor(["batch", "rows", "bytes"], dtype="uint8"),
-        "sf": Tensor(["batch", "sf_elements"], dtype="uint8"),
-    },
+    {**tensors(a="batch rows columns", a_global_sf="one"), **options(int32="sf_vec_size")},
+    tensors({"dtype": "uint8"}, x_q="batch rows bytes", sf="batch sf_elements"),
     work_of(16, 2),
     "Quantizes a batch of matrices to e2m1 with e4m3 scales.",
 )
 
 
-def _make_grouped(
-    draw: Draw, *, dtype: str = "bfloat16", batch_size: int = 3, rows: int = 5, columns: int = 96
-) -> dict[str, Any]:
-    a = rows_of(draw, (batch_size, rows, columns), dtype, *SPECIAL)
-    return {"a": a, "mask": draw.int32([rows] * batch_size)}
+@sized(dtype="bfloat16", batch_size=3, rows=5, columns=96)
+def _make_grouped(draw: Draw, s: Any) -> dict[str, Any]:
+    a = rows_of(draw, (s.batch_size, s.rows, s.columns), s.dtype, *SPECIAL)
+    return {"a": a, "mask": draw.int32([s.rows] * s.batch_size)}
 
 
 def _valid_rows(a: Any, mask: Any, a_global_sf: Any = None) -> dict[str, Any]:
@@ -205,11 +171,7 @@ SCALED_FP4_GROUPED_QUANTIZE = described(
         "a_global_sf": global_scale_of(draw, (batch_size,)),
     },
     ({}, {"dtype": "float16", "batch_size": 2, "rows": 130, "columns": 64}),
-    {
-        "a": Tensor(["batch", "rows", "columns"]),
-        "mask": Tensor(["batch"]),
-        "a_global_sf": Tensor(["batch"]),
-    },
+    tensors(a="batch rows columns", mask="batch", a_global_sf="batch"),
     {
         "x_q": Tensor(["rows", "bytes", "batch"], dtype="uint8"),
         "sf": Tensor(_GROUPS, dtype="float8_e4m3fn"),
@@ -223,7 +185,7 @@ MXFP8_GROUPED_QUANTIZE = described(
     (*_MX8, reference.mxfp8_grouped_reference),
     _make_grouped,
     ({}, {"dtype": "float16", "batch_size": 2, "rows": 130, "columns": 256}),
-    {"a": Tensor(["batch", "rows", "columns"]), "mask": Tensor(["batch"])},
+    tensors(a="batch rows columns", mask="batch"),
     {
         "x_q": Tensor(["rows", "width", "batch"], dtype="float8_e4m3fn"),
         "sf": Tensor(_GROUPS, dtype="uint8"),
@@ -234,14 +196,11 @@ MXFP8_GROUPED_QUANTIZE = described(
 )
 
 
-def _make_mxfp8(
-    draw: Draw, *, dtype: str = "bfloat16", rows: int = 5, columns: int = 96, is_sf_swizzled_layout: bool = True,
-    alignment: int = 32,
-) -> dict[str, Any]:  # fmt: skip
+@sized(**_SIZES, is_sf_swizzled_layout=True, alignment=32)
+def _make_mxfp8(draw: Draw, s: Any) -> dict[str, Any]:
     return {
-        "input": rows_of(draw, (rows, columns), dtype, *SPECIAL, 448.0, 449.0, -896.0),
-        "is_sf_swizzled_layout": is_sf_swizzled_layout,
-        "alignment": alignment,
+        "input": rows_of(draw, (s.rows, s.columns), s.dtype, *SPECIAL, 448.0, 449.0, -896.0),
+        **s.named("is_sf_swizzled_layout", "alignment"),
     }
 
 
@@ -256,10 +215,8 @@ MXFP8_QUANTIZE = described(
         {"alignment": 64, "is_sf_swizzled_layout": False},
     ),
     {
-        **_matrix("input"),
-        "is_sf_swizzled_layout": Scalar("bool", optional=True),
-        "alignment": Scalar("int32", optional=True),
-        "sf_swizzle_layout": Scalar("int32", optional=True),
+        **tensors(input="rows columns"),
+        **options(bool="is_sf_swizzled_layout", int32="alignment sf_swizzle_layout"),
     },
     {"x_q": Tensor(["rows", "width"], dtype="float8_e4m3fn"), "sf": Tensor(["sf_elements"], dtype="uint8")},
     work_of(32, 1),
@@ -267,16 +224,13 @@ MXFP8_QUANTIZE = described(
 )
 
 
-def _make_groups(
-    draw: Draw, *, dtype: str = "bfloat16", rows: int = 5, columns: int = 256, group_size: int = 128,
-    dst: str = "float8_e4m3fn", column_major_scales: bool = False, scale_ue8m0: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+@sized(**{**_SIZES, "columns": 256}, group_size=128, dst="float8_e4m3fn", column_major_scales=False, scale_ue8m0=False)
+def _make_groups(draw: Draw, s: Any) -> dict[str, Any]:
     return {
-        "x": rows_of(draw, (rows, columns), dtype, float("nan"), 1e-3, -0.0),
-        "group_size": group_size,
-        "dst_dtype": dtype_of(dst),
-        "column_major_scales": column_major_scales,
-        "scale_ue8m0": scale_ue8m0,
+        "x": rows_of(draw, (s.rows, s.columns), s.dtype, float("nan"), 1e-3, -0.0),
+        "group_size": s.group_size,
+        "dst_dtype": dtype_of(s.dst),
+        **s.named("column_major_scales", "scale_ue8m0"),
     }
 
 
@@ -292,12 +246,9 @@ PER_TOKEN_GROUP_QUANT_8BIT = described(
         {"rows": 0},
     ),
     {
-        **_matrix("x"),
+        **tensors(x="rows columns"),
         "group_size": Scalar("int32"),
-        "eps": Scalar(optional=True),
-        "dst_dtype": Scalar("string", optional=True),
-        "column_major_scales": Scalar("bool", optional=True),
-        "scale_ue8m0": Scalar("bool", optional=True),
+        **options(float32="eps", string="dst_dtype", bool="column_major_scales scale_ue8m0"),
     },
     {
         "x_q": Tensor(["rows", "columns"], dtype_from_scalar="dst_dtype"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fi_core.observe.draw import Draw, nbytes
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work, options, tensors
 
 if TYPE_CHECKING:
     import torch
@@ -18,15 +18,10 @@ _HEADS: dict[str, Var | Const] = {
 }
 _SEGMENTS: dict[str, Var | Const] = {"segments_plus_1": Var(), "segments": Var()}
 _PLAIN = {
-    "rotary_dim": Scalar("int32", optional=True),
-    "interleave": Scalar("bool", optional=True),
-    "rope_scale": Scalar(optional=True),
-    "rope_theta": Scalar(optional=True),
+    **options(int32="rotary_dim", bool="interleave", float32="rope_scale rope_theta"),
 }
 _SMOOTH = {
-    "low_freq_factor": Scalar(optional=True),
-    "high_freq_factor": Scalar(optional=True),
-    "old_context_len": Scalar("int32", optional=True),
+    **options(float32="low_freq_factor high_freq_factor", int32="old_context_len"),
 }
 
 
@@ -323,9 +318,7 @@ def cached(name: str, *, inplace: bool = False) -> TraceTemplate:
             "rotary_dim": Const(abbrev="rd"),
         },
         inputs={
-            "positions": Tensor(["nnz"]),
-            "query": Tensor(["nnz", "q_width"]),
-            "key": Tensor(["nnz", "k_width"]),
+            **tensors(positions="nnz", query="nnz q_width", key="nnz k_width"),
             "head_size": Scalar("int32"),
             "cos_sin_cache": Tensor(["max_position", "rotary_dim"]),
             "is_neox": Scalar("bool", optional=True),
@@ -353,10 +346,7 @@ _PARTS: dict[str, Var | Const] = {
     "max_position": Var(),
 }
 _OPTIONS = {
-    "is_neox": Scalar("bool", optional=True),
-    "quantize_dtype": Scalar("dtype", optional=True),
-    "quant_scale_q": Scalar(optional=True),
-    "quant_scale_kv": Scalar(optional=True),
+    **options(bool="is_neox", dtype="quantize_dtype", float32="quant_scale_q quant_scale_kv"),
 }
 
 
@@ -431,13 +421,9 @@ def _append(mla: bool, layout: str) -> TraceTemplate:
             **values,
             **_TABLE,
             **caches,
-            "kv_indices": Tensor(["num_indices"]),
-            "kv_indptr": Tensor(["batch_size_plus_1"]),
-            "batch_indices": Tensor(["nnz"]),
-            "positions": Tensor(["nnz"]),
+            **tensors(kv_indices="num_indices", kv_indptr="batch_size_plus_1", batch_indices="nnz", positions="nnz"),
             **_OPTIONS,
-            "page_size": Scalar("int32", optional=True),
-            "kv_layout": Scalar("string", optional=True),
+            **options(int32="page_size", string="kv_layout"),
         },
         outputs={
             "q_rope_out": _fp8(["nnz", "num_qo_heads", "rotary_dim"], "q_rope_out"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fi_core.observe.draw import Draw, nbytes, without
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work, sized, words
 
 
 def _thresholds(probs, top_k=None, top_p=None, min_p=None, joint=False):  # type: ignore[no-untyped-def]
@@ -71,29 +71,27 @@ def _top_k_mask_reference(logits, top_k):  # type: ignore[no-untyped-def]
 def _make_rows(name: str, *parameters: str) -> Callable[..., dict[str, Any]]:
     """Strided rows of logits or probabilities, with ties; the parameters that are named, as a number or one a row."""
 
-    def make(
-        draw: Draw,
-        *,
-        dtype: str = "float32",
-        rows: int = 5,
-        vocab_size: int = 1003,
-        top_k: int = 17,
-        top_p: float = 0.7,
-        min_p: float = 0.1,
-        temperature: float = 0.8,
-        logits_std: float = 2.0,
-        per_row: bool = False,
-    ) -> dict[str, Any]:
-        x = draw.normal((rows, vocab_size), dtype, logits_std)
+    @sized(
+        dtype="float32",
+        rows=5,
+        vocab_size=1003,
+        top_k=17,
+        top_p=0.7,
+        min_p=0.1,
+        temperature=0.8,
+        logits_std=2.0,
+        per_row=False,
+    )
+    def make(draw: Draw, s: Any) -> dict[str, Any]:
+        x = draw.normal((s.rows, s.vocab_size), s.dtype, s.logits_std)
         if draw.nasty:
-            x[:, vocab_size // 2] = x[:, 0]
+            x[:, s.vocab_size // 2] = x[:, 0]
             x[:, -1] = float("-inf")
         x = x if name == "logits" else x.float().softmax(-1).to(x.dtype)
-        values: dict[str, Any] = {"top_k": min(top_k, vocab_size), "top_p": top_p, "min_p": min_p}
-        values["temperature"] = temperature
-        if per_row:
-            ones = draw.normal((rows,), "float32").sigmoid()
-            ks = draw.integers(1, values["top_k"] + 1, (rows,))
+        values = {**s.named("top_p", "min_p", "temperature"), "top_k": min(s.top_k, s.vocab_size)}
+        if s.per_row:
+            ones = draw.normal((s.rows,), "float32").sigmoid()
+            ks = draw.integers(1, values["top_k"] + 1, (s.rows,))
             values = {"top_k": ks, "top_p": ones, "min_p": ones / 2, "temperature": ones + 0.5}
         return {name: draw.rows(x), **{parameter: values[parameter] for parameter in parameters}}
 
@@ -168,12 +166,12 @@ SAMPLE_FROM_LOGITS = TraceTemplate(
     axes=_AXES,
     inputs={"logits": Tensor(_ROWS)},
     outputs={"samples": Tensor(["rows"], dtype="int32"), "valid": Tensor(["rows"], dtype="bool")},
-    others=(
-        "temperature", "top_k", "top_p", "min_p", "bias", "bitmask", "seen_token_ids", "seen_token_counts",
-        "repetition_penalty", "frequency_penalty", "presence_penalty", "filter_apply_order",
+    others=words(
+        "temperature top_k top_p min_p bias bitmask seen_token_ids seen_token_counts repetition_penalty",
+        "frequency_penalty presence_penalty filter_apply_order",
     ),
     description="Applies penalties, bias, bitmask, temperature and filters, and draws a token, in one kernel.",
-)  # fmt: skip
+)
 TOP_P_RENORM = TraceTemplate(
     "top_p_renorm_probs",
     axes=_AXES,

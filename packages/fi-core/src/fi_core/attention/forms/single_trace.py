@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fi_core.attention.reference import attend_request
+from fi_core.observe.describe import with_sizes
 from fi_core.observe.draw import Draw, nbytes
-from fi_core.observe.template import with_sizes
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work, options, words
 
-_OTHERS = (
-    "pos_encoding_mode", "q_scale", "k_scale", "v_scale", "scale_q", "scale_k", "scale_v", "packed_custom_mask",
-    "kv_cache_sf",
-)  # fmt: skip
+_OTHERS = words(
+    "pos_encoding_mode q_scale k_scale v_scale scale_q scale_k scale_v packed_custom_mask kv_cache_sf",
+)
 
 
 def _make(
@@ -83,10 +82,7 @@ def single_trace(
                 "k": Tensor([*tokens, "head_dim_qk"]),
                 "v": Tensor([*tokens, "head_dim_vo"]),
                 **inputs,
-                "kv_layout": Scalar("string", optional=True),
-                "sm_scale": Scalar(optional=True),
-                "window_left": Scalar("int32", optional=True),
-                "logits_soft_cap": Scalar(optional=True),
+                **options(string="kv_layout", float32="sm_scale logits_soft_cap", int32="window_left"),
             },
             outputs={"output": output, **lse},
             reference=(attend_request, reference),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var
+from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, tensors, words
 
-_OTHERS = (
-    "sinks", "mask", "kv_cache_sf", "lse", "return_lse", "bmm1_scale_log2", "cum_seq_lens_q", "q_len_per_req",
-    "enable_block_sparse_attention", "cp_world", "cp_rank", "causal_seqlens_kv_global", "out_dtype", "o_scale",
-    "o_sf_scale", "o_sf_vec_size",
-)  # fmt: skip
+_OTHERS = words(
+    "sinks mask kv_cache_sf lse return_lse bmm1_scale_log2 cum_seq_lens_q q_len_per_req enable_block_sparse_attention",
+    "cp_world cp_rank causal_seqlens_kv_global out_dtype o_scale o_sf_scale o_sf_vec_size",
+)
 
 
 def _cache(part: int) -> Tensor:
@@ -40,8 +39,7 @@ def tables_template(
             "query": Tensor([rows, "num_qo_heads", "head_dim"]),
             "k_cache": _cache(0),
             "v_cache": _cache(1),
-            "block_tables": Tensor(["batch_size", "max_pages"]),
-            "seq_lens": Tensor(["batch_size"]),
+            **tensors(block_tables="batch_size max_pages", seq_lens="batch_size"),
             **inputs,
             "window_left": Scalar("int32", optional=True),
         },

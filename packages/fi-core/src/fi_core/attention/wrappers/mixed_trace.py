@@ -10,7 +10,7 @@ from fi_core.attention.wrappers import inputs
 from fi_core.attention.wrappers.inputs import PAGED, attention_work, kept, lengths_of, paged, plain_calls
 from fi_core.attention.wrappers.trace import DECODE, PREFILL, QO_INDPTR, SMALL, TABLE, caches, template
 from fi_core.observe.draw import Draw
-from fi_core.observe.trace import Planned, Scalar, Tensor, Work
+from fi_core.observe.trace import Planned, Scalar, Tensor, Work, options
 
 
 def _mixed_reference(kv_len_arr, **options):  # type: ignore[no-untyped-def]
@@ -56,8 +56,7 @@ MIXED = template(
         "kv_indices": TABLE["kv_indices"],
         "kv_len_arr": Tensor(["batch_size"], dtype="int32"),
         "sm_scale": Scalar(),
-        "causal": Scalar("bool", optional=True),
-        "kv_layout": Scalar("string", optional=True),
+        **options(bool="causal", string="kv_layout"),
     },
     _mixed_reference,
     outputs={

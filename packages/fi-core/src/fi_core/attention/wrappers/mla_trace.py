@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fi_core.observe.draw import Draw, nbytes
-from fi_core.observe.trace import Const, Planned, Scalar, Tensor, TraceTemplate, Var, Work
+from fi_core.observe.trace import Planned, Scalar, Tensor, TraceTemplate, Work, axes_of, options, sized, tensors
 from fi_core.utils import canonicalize_torch_dtype, ceil_div
 
 _SCALE = 192**-0.5  # of the widths before absorption, 128 + 64
@@ -36,49 +36,42 @@ def _reference(  # type: ignore[no-untyped-def]
     return out
 
 
-def _make(
-    draw: Draw,
-    *,
-    batch_size: int = 64,
-    kv_len: int | Sequence[int] = 4096,
-    qo_len: int | Sequence[int] = 1,
-    num_heads: int = 16,
-    page_size: int = 64,
-    causal: bool = False,
-    dtype: Any = "bfloat16",
-    kv_dtype: Any = None,
-) -> dict[str, Any]:
-    kv_lens = [kv_len] * batch_size if isinstance(kv_len, int) else list(kv_len)
-    qo_lens = [qo_len] * len(kv_lens) if isinstance(qo_len, int) else list(qo_len)
-    counts = [ceil_div(n, page_size) for n in kv_lens]
-    fp8 = canonicalize_torch_dtype(kv_dtype or dtype).itemsize == 1
+@sized(batch_size=64, kv_len=4096, qo_len=1, num_heads=16, page_size=64, causal=False, dtype="bfloat16", kv_dtype=None)
+def _make(draw: Draw, s: Any) -> dict[str, Any]:
+    kv_lens = [s.kv_len] * s.batch_size if isinstance(s.kv_len, int) else list(s.kv_len)
+    qo_lens = [s.qo_len] * len(kv_lens) if isinstance(s.qo_len, int) else list(s.qo_len)
+    counts = [ceil_div(n, s.page_size) for n in kv_lens]
+    fp8 = canonicalize_torch_dtype(s.kv_dtype or s.dtype).itemsize == 1
     pages, tokens = sum(counts) + 1, sum(qo_lens)
 
     def cache(width: int) -> Any:
-        rows = draw.pages((pages, page_size, width), kv_dtype or dtype)
+        rows = draw.pages((pages, s.page_size, width), s.kv_dtype or s.dtype)
         return rows if fp8 else draw.rows(rows)  # CUDA kernels require rows at multiples of 16 bytes
 
     scales = {"ckv_scale": 0.5, "kpe_scale": 1.5} if fp8 else {}
     return {
-        "q_nope": draw.rows(draw.normal((tokens, num_heads, 512), dtype)),
-        "q_pe": draw.rows(draw.normal((tokens, num_heads, 64), dtype)),
+        "q_nope": draw.rows(draw.normal((tokens, s.num_heads, 512), s.dtype)),
+        "q_pe": draw.rows(draw.normal((tokens, s.num_heads, 64), s.dtype)),
         "ckv_cache": cache(512),
         "kpe_cache": cache(64),
-        "qo_indptr": draw.offsets(qo_lens), "kv_indptr": draw.offsets(counts),
-        "kv_indices": draw.permutation(pages)[: pages - 1].int(), "kv_len_arr": draw.int32(kv_lens),
-        "sm_scale": _SCALE, "causal": causal, **scales,
-    }  # fmt: skip
+        "qo_indptr": draw.offsets(qo_lens),
+        "kv_indptr": draw.offsets(counts),
+        "kv_indices": draw.permutation(pages)[: pages - 1].int(),
+        "kv_len_arr": draw.int32(kv_lens),
+        "sm_scale": _SCALE,
+        "causal": s.causal,
+        **scales,
+    }
 
 
 def _plan(wrapper: Callable[..., Any], x: Mapping[str, Any]) -> Any:
     import torch
 
     planned = wrapper(torch.empty(_WORKSPACE, dtype=torch.uint8, device=x["q_nope"].device))
-    planned.plan(
-        x["qo_indptr"], x["kv_indptr"], x["kv_indices"], x["kv_len_arr"], x["q_nope"].shape[1], 512, 64,
-        page_size=x["ckv_cache"].shape[1], causal=x["causal"], sm_scale=x["sm_scale"], q_data_type=x["q_nope"].dtype,
-        kv_data_type=x["ckv_cache"].dtype,
-    )  # fmt: skip
+    tables = (x[name] for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"))
+    options = {"page_size": x["ckv_cache"].shape[1], "causal": x["causal"], "sm_scale": x["sm_scale"]}
+    dtypes = {"q_data_type": x["q_nope"].dtype, "kv_data_type": x["ckv_cache"].dtype}
+    planned.plan(*tables, x["q_nope"].shape[1], 512, 64, **options, **dtypes)
     return planned
 
 
@@ -90,10 +83,6 @@ def _work(x: Mapping[str, Any]) -> Work:
     return Work(2 * pairs * heads * 1088, cache + 2 * nbytes(x["q_nope"]) + nbytes(x["q_pe"]))
 
 
-def _table(name: str, axis: str) -> Tensor:
-    return Tensor([axis], param=name, dtype="int32")
-
-
 PLANNED: Planned = {
     "qo_indptr": "_qo_indptr_buf",
     "kv_indptr": "_kv_indptr_buf",
@@ -103,28 +92,20 @@ PLANNED: Planned = {
     "causal": "_causal",
 }
 
+_INPUTS: dict[str, Tensor | Scalar] = {
+    **tensors(q_nope="tokens num_heads head_dim_ckv", q_pe="tokens num_heads head_dim_kpe"),
+    **tensors(ckv_cache="num_pages page_size head_dim_ckv", kpe_cache="num_pages page_size head_dim_kpe"),
+    **{name: Tensor(["len_indptr"], param=name, dtype="int32") for name in ("qo_indptr", "kv_indptr")},
+    "kv_indices": Tensor(["num_kv_indices"], param="kv_indices", dtype="int32"),
+    "kv_len_arr": Tensor(["batch_size"], param="kv_len_arr", dtype="int32"),
+    "sm_scale": Scalar(),
+    **options(bool="causal", float32="ckv_scale kpe_scale"),
+}
 TEMPLATE = TraceTemplate(
     "mla_paged",
-    axes={
-        "tokens": Var(), "num_pages": Var(), "num_kv_indices": Var(), "len_indptr": Var(), "batch_size": Var(),
-        "num_heads": Const(abbrev="h"), "head_dim_ckv": Const(abbrev="ckv"), "head_dim_kpe": Const(abbrev="kpe"),
-        "page_size": Const(abbrev="ps"),
-    },
-    inputs={
-        "q_nope": Tensor(["tokens", "num_heads", "head_dim_ckv"]),
-        "q_pe": Tensor(["tokens", "num_heads", "head_dim_kpe"]),
-        "ckv_cache": Tensor(["num_pages", "page_size", "head_dim_ckv"]),
-        "kpe_cache": Tensor(["num_pages", "page_size", "head_dim_kpe"]),
-        "qo_indptr": _table("qo_indptr", "len_indptr"),
-        "kv_indptr": _table("kv_indptr", "len_indptr"),
-        "kv_indices": _table("kv_indices", "num_kv_indices"),
-        "kv_len_arr": _table("kv_len_arr", "batch_size"),
-        "sm_scale": Scalar("float32"),
-        "causal": Scalar("bool", optional=True),
-        "ckv_scale": Scalar("float32", optional=True),
-        "kpe_scale": Scalar("float32", optional=True),
-    },
-    outputs={"output": Tensor(["tokens", "num_heads", "head_dim_ckv"], dtype_from="q_nope")},
+    axes=axes_of(_INPUTS, num_heads="h", head_dim_ckv="ckv", head_dim_kpe="kpe", page_size="ps"),
+    inputs=_INPUTS,
+    outputs=tensors({"dtype_from": "q_nope"}, output="tokens num_heads head_dim_ckv"),
     constraints=("len_indptr == batch_size + 1",),
     reference=_reference,
     op=("batch_mla", "mla_plan"),
@@ -139,4 +120,4 @@ TEMPLATE = TraceTemplate(
     tolerance={"float16": (3e-3, 3e-3), "bfloat16": (2e-2, 2e-2)},
     others=("return_lse", "return_lse_base_on_e", "ckv_scale_arr", "sinks", "kv_len", "page_table", "o_scale"),
     description="Attention of the tokens of each request over a paged latent cache, with absorbed weights (DeepSeek).",
-)  # fmt: skip
+)

@@ -10,7 +10,7 @@ from fi_core.attention.wrappers import inputs
 from fi_core.attention.wrappers.inputs import HEADS, PAGED, attention_work, kept, lengths_of, normal, paged, plain_calls
 from fi_core.attention.wrappers.trace import DECODE, PREFILL, QO_INDPTR, SMALL, TABLE, caches, template
 from fi_core.observe.draw import Draw, nbytes
-from fi_core.observe.trace import Planned, Scalar, Tensor, TraceTemplate, Work, sized
+from fi_core.observe.trace import Planned, Scalar, Tensor, TraceTemplate, Work, sized, tensors
 from fi_core.utils import ceil_div
 
 _SCORES: dict[str, Tensor | Scalar] = {"sm_scale": Scalar(), "causal": Scalar("bool", optional=True)}
@@ -64,9 +64,7 @@ def _work_blocks(x: Mapping[str, Any]) -> Work:
 BLOCKS = template(
     "gqa_block_sparse",
     {
-        "q": Tensor(["qo_len", "num_qo_heads", "head_dim"]),
-        "k": Tensor(["kv_len", "num_kv_heads", "head_dim"]),
-        "v": Tensor(["kv_len", "num_kv_heads", "head_dim"]),
+        **tensors(q="qo_len num_qo_heads head_dim", k="kv_len num_kv_heads head_dim", v="kv_len num_kv_heads head_dim"),
         "indptr": Tensor(["len_indptr"], dtype="int32"),
         "indices": Tensor(["nnz"], dtype="int32"),
         "R": Scalar("int32", description="Rows of a block."),
@@ -140,9 +138,7 @@ def _work_head_blocks(x: Mapping[str, Any]) -> Work:
 HEAD_BLOCKS = template(
     "gqa_variable_block_sparse",
     {
-        "q": Tensor(["num_qo_heads", "qo_len", "head_dim"]),
-        "k": Tensor(["num_kv_heads", "kv_len", "head_dim"]),
-        "v": Tensor(["num_kv_heads", "kv_len", "head_dim"]),
+        **tensors(q="num_qo_heads qo_len head_dim", k="num_kv_heads kv_len head_dim", v="num_kv_heads kv_len head_dim"),
         "block_mask_map": Tensor(["num_kv_heads", "rows", "columns"], dtype="bool"),
         "block_row_sz": Tensor(["num_kv_heads", "rows"], dtype="int32"),
         "block_col_sz": Tensor(["num_kv_heads", "columns"], dtype="int32"),
@@ -198,9 +194,8 @@ def _prefix(kind: str, make: Callable[..., dict[str, Any]], samples: Sequence[Ma
     return template(
         f"gqa_shared_prefix_{kind}",
         {
-            "q": Tensor(["total_q", "num_qo_heads", "head_dim"]),
-            "k_shared": Tensor(["num_shared", "num_kv_heads", "head_dim"]),
-            "v_shared": Tensor(["num_shared", "num_kv_heads", "head_dim"]),
+            **tensors(q="total_q num_qo_heads head_dim", k_shared="num_shared num_kv_heads head_dim"),
+            **tensors(v_shared="num_shared num_kv_heads head_dim"),
             **caches("unique_kv_cache"),
             **(QO_INDPTR if prefill else {}),
             **TABLE,

@@ -48,8 +48,7 @@ _act_and_mul = operator(ACT_AND_MUL)
 
 def _run(act: int, input: torch.Tensor, out: torch.Tensor | None, enable_pdl: bool | None) -> torch.Tensor:
     if out is None:
-        *rows, width = input.shape
-        out = input.new_empty(*rows, width // 2)
+        out = input.new_empty(*input.shape[:-1], input.shape[-1] // 2)
     _act_and_mul(out, input, act, enable_pdl)
     return out
 

@@ -13,7 +13,16 @@ namespace {
 
 ActAndMulRequest request_of(const ActAndMulArgs& a) { return {a.input.dtype()}; }
 
-#if !FI_CUDA
+#if FI_CUDA
+const Entry& tile(const Kernel& kernel, const ActAndMulArgs& a, int64_t elements, int64_t vec) {
+  const int64_t multiprocessors = kernel.multiprocessors(a.input.device());
+  return kernel.first_entry([&](const Entry& entry) {
+    const auto config = ActAndMulConfig::of(entry);
+    const int64_t ctas = elements / (config.vec_size * config.vectors_per_thread * entry.threads);
+    return config.act == a.act && config.vec_size <= vec && ctas >= config.min_ctas_per_sm * multiprocessors;
+  });
+}
+#else
 template <Activation kAct, bool kExact = true>
 FI_CLONES void apply(float* gate, const float* up, int64_t n) {
 #pragma omp simd
@@ -53,25 +62,17 @@ void act_and_mul(const Kernel& kernel, const ActAndMulArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  const int64_t vec = vec_size(h, {a.input, a.out}), multiprocessors = kernel.multiprocessors(a.input.device());
-  const Entry& entry = kernel.first_entry([&](const Entry& candidate) {
-    const auto config = ActAndMulConfig::of(candidate);
-    const int64_t ctas = rows * h / (config.vec_size * config.vectors_per_thread * candidate.threads);
-    return config.act == a.act && config.vec_size <= vec && ctas >= config.min_ctas_per_sm * multiprocessors;
-  });
+  const Entry& entry = tile(kernel, a, rows * h, vec_size(h, {a.input, a.out}));
   const auto config = ActAndMulConfig::of(entry);
   const int64_t vectors_per_row = h / config.vec_size;
   kernel.launch_rows(entry, rows, vectors_per_row, config.vectors_per_thread, kernel.pdl(a.enable_pdl), a.input,
                      [&](int64_t first, uint32_t vectors) {
-                       p.out = a.out.at(first * p.out_row_stride);
-                       p.input = a.input.at(first * p.input_row_stride);
-                       p.vectors = vectors;
-                       p.vectors_per_row = divisor(static_cast<uint32_t>(vectors_per_row));
+                       p.out = a.out.at(first * p.out_row_stride), p.input = a.input.at(first * p.input_row_stride);
+                       p.vectors = vectors, p.vectors_per_row = divisor(static_cast<uint32_t>(vectors_per_row));
                        return p;
                      });
 #else
-  (void)kernel;
-  run_cpu(p, rows, a);
+  (void)kernel, run_cpu(p, rows, a);
 #endif
 }
 

@@ -21,26 +21,38 @@ bool is_dense(const MergeStateParams& p, const StateStrides& x) {
   return x.v_head == p.d && x.v_row == heads * p.d && x.s_head == 1 && x.s_row == heads;
 }
 
+struct Tile {
+  const Entry& entry;
+  RowTile rows;
+  bool whole;  // whether a warp holds whole rows, all of whose vectors 30 bits index
+};
+
 // Entries are in order of preference.
-void launch(const Kernel& kernel, MergeStateParams& p, int64_t vector, int64_t bytes, DLDevice device) {
-  p.again = 2 * p.rows * p.d * bytes > kStreamedBytes;
-  for (const Entry& entry : kernel.entries) {
+Tile tile(const Kernel& kernel, const MergeStateParams& p, int64_t vector) {
+  const auto tile_of = [&](const Entry& entry) -> Tile {
+    const int64_t vec = MergeStateConfig::of(entry).vector;
+    const RowTile rows(p.d / vec, entry.threads);
+    return {entry, rows,
+            rows.lanes * vec == p.d && rows.lanes <= 32 && (rows.lanes & (rows.lanes - 1)) == 0 &&
+                p.rows < (1 << 30) / rows.lanes};
+  };
+  const bool dense = is_dense(p, p.out_strides) && is_dense(p, p.a_strides) && is_dense(p, p.b_strides);
+  return tile_of(kernel.first_entry([&](const Entry& entry) {
     const auto [vec, compact] = MergeStateConfig::of(entry);
-    if (vec > vector) continue;
-    const RowTile tile(p.d / vec, entry.threads);
-    p.lanes = divisor(static_cast<uint32_t>(tile.lanes));
-    p.rows_per_cta = static_cast<int32_t>(tile.rows);
-    const bool whole = tile.lanes * vec == p.d && tile.lanes <= 32 && (tile.lanes & (tile.lanes - 1)) == 0 &&
-                       p.rows < (1 << 30) / tile.lanes;
-    const bool dense = is_dense(p, p.out_strides) && is_dense(p, p.a_strides) && is_dense(p, p.b_strides);
-    if (compact && !(whole && dense && !p.mask)) continue;
-    if (whole) p.vectors = static_cast<uint32_t>(p.rows * tile.lanes);
-    Launch config{(p.rows + tile.rows - 1) / tile.rows};
-    config.threads = tile.threads;
-    config.pdl = kernel.pdl(-1);
-    return kernel.launch(entry, config, device, p);
-  }
-  raise("RuntimeError", "no entry for d = %d", p.d);
+    return vec <= vector && (!compact || (dense && !p.mask && tile_of(entry).whole));
+  }));
+}
+
+void launch(const Kernel& kernel, MergeStateParams& p, int64_t vector, int64_t bytes, DLDevice device) {
+  const auto [entry, rows, whole] = tile(kernel, p, vector);
+  p.again = 2 * p.rows * p.d * bytes > kStreamedBytes;
+  p.lanes = divisor(static_cast<uint32_t>(rows.lanes));
+  p.rows_per_cta = static_cast<int32_t>(rows.rows);
+  if (whole) p.vectors = static_cast<uint32_t>(p.rows * rows.lanes);
+  Launch config{(p.rows + rows.rows - 1) / rows.rows};
+  config.threads = rows.threads;
+  config.pdl = kernel.pdl(-1);
+  kernel.launch(entry, config, device, p);
 }
 #else
 const char* values(const AttentionState& state, const StateStrides& of, int64_t n, int64_t head, int64_t bytes) {

@@ -15,30 +15,42 @@ namespace {
 #if FI_CUDA
 constexpr int64_t kStreamedBytes = 200 << 20;  // of all states, up to which L2 gives them up first
 
+// `lanes` threads work on a part of the states of a row; `groups` of them share a row.
+struct Tile {
+  const Entry& entry;
+  RowTile rows;
+  int64_t lanes, groups;
+};
+
 // Entries are in order of preference. Threads of a CTA depend on the number of states and d alone, as results do: 128
 // for many rows, 256 for many states (docs/notes/elementwise-merge.md).
-void launch(const Kernel& kernel, MergeStatesParams& p, int64_t vector, int64_t bytes, DLDevice device) {
+Tile tile(const Kernel& kernel, const MergeStatesParams& p, int64_t vector) {
   constexpr int64_t kManyStates = 128, kThreads = 128;
+  const auto threads_of = [&](const Entry& entry) { return p.states < kManyStates ? kThreads : entry.threads; };
+  const Entry& entry = kernel.first_entry([&](const Entry& candidate) {
+    const auto [vec, at_once, few] = MergeStatesConfig::of(candidate);
+    if (vec > vector || (few && at_once < p.states)) return false;
+    const int64_t lanes = RowTile(p.d / vec, threads_of(candidate)).lanes;
+    return !few || (lanes * vec == p.d && (lanes & (lanes - 1)) == 0 && p.rows < (1 << 30) / lanes);
+  });
+  const auto [vec, at_once, few] = MergeStatesConfig::of(entry);
+  const int64_t threads = threads_of(entry), lanes = RowTile(p.d / vec, threads).lanes;
+  int64_t groups = 1;
+  while (!few && groups * 2 * lanes <= threads && groups * 2 * at_once <= p.states) groups *= 2;
+  return {entry, RowTile(lanes * groups, threads), lanes, groups};
+}
+
+void launch(const Kernel& kernel, MergeStatesParams& p, int64_t vector, int64_t bytes, DLDevice device) {
+  const auto [entry, rows, lanes, groups] = tile(kernel, p, vector);
   p.again = p.rows * p.states * p.d * bytes > kStreamedBytes;
-  for (const Entry& entry : kernel.entries) {
-    const auto [vec, at_once, few] = MergeStatesConfig::of(entry);
-    if (vec > vector || (few && at_once < p.states)) continue;
-    const int64_t threads = p.states < kManyStates ? kThreads : entry.threads;
-    const int64_t lanes = RowTile(p.d / vec, threads).lanes;
-    if (few && (lanes * vec != p.d || (lanes & (lanes - 1)) != 0 || p.rows >= (1 << 30) / lanes)) continue;
-    int64_t groups = 1;
-    while (!few && groups * 2 * lanes <= threads && groups * 2 * at_once <= p.states) groups *= 2;
-    const RowTile tile(lanes * groups, threads);
-    p.lanes = divisor(static_cast<uint32_t>(lanes));
-    p.per_row = divisor(static_cast<uint32_t>(lanes * groups));
-    p.groups = static_cast<int32_t>(groups);
-    p.rows_per_cta = static_cast<int32_t>(tile.rows);
-    Launch config{(p.rows + tile.rows - 1) / tile.rows};
-    config.threads = tile.threads;
-    config.pdl = kernel.pdl(-1);
-    return kernel.launch(entry, config, device, p);
-  }
-  raise("RuntimeError", "no entry for d = %d", p.d);
+  p.lanes = divisor(static_cast<uint32_t>(lanes));
+  p.per_row = divisor(static_cast<uint32_t>(lanes * groups));
+  p.groups = static_cast<int32_t>(groups);
+  p.rows_per_cta = static_cast<int32_t>(rows.rows);
+  Launch config{(p.rows + rows.rows - 1) / rows.rows};
+  config.threads = rows.threads;
+  config.pdl = kernel.pdl(-1);
+  kernel.launch(entry, config, device, p);
 }
 #else
 void run_cpu(const MergeStatesParams& p, DType dtype) {

@@ -17,28 +17,42 @@ namespace fi {
 namespace {
 
 #if FI_CUDA
-// Entries are in order of preference.
-void launch_append(const Kernel& kernel, AppendParams& p, DLDevice device) {
+struct Tile {
+  const Entry& entry;
+  RowTile rows;
+  int64_t grid;  // CTAs for all rows
+};
+
+// Entries are in order of preference. A small grid is bound by latency: more CTAs with one row per thread are faster
+// than several rows in flight.
+Tile tile(const Kernel& kernel, const AppendParams& p, DLDevice device) {
   uint64_t bits = 16;  // its lowest set bit is the widest vector that all addresses, strides and sizes allow
   for (const AppendOperand& s : {p.k, p.v})
     bits |= reinterpret_cast<uint64_t>(s.src) | reinterpret_cast<uint64_t>(s.dst) |
             static_cast<uint64_t>(s.src_row_stride | s.src_head_stride | s.dst_page_stride | s.dst_slot_stride |
                                   s.dst_head_stride | s.head_bytes);
   const int64_t max_vec_bytes = static_cast<int64_t>(bits & -bits), min_ctas = 8 * kernel.multiprocessors(device);
-  for (const Entry& entry : kernel.entries) {
+  const auto tile_of = [&](const Entry& entry) -> Tile {
     const auto [vec_bytes, rows_per_thread] = AppendPagedKvCacheConfig::of(entry);
-    if (vec_bytes > max_vec_bytes) continue;
-    const RowTile tile((p.k.head_bytes + p.v.head_bytes) / vec_bytes * p.heads, entry.threads);
-    const int64_t rows_per_cta = tile.rows * rows_per_thread, grid = (p.rows + rows_per_cta - 1) / rows_per_cta;
-    // A small grid is bound by latency: more CTAs with one row per thread are faster than several rows in flight.
-    if (rows_per_thread > 1 && grid * tile.parts < min_ctas) continue;
-    p.threads_per_row = static_cast<int32_t>(tile.lanes);
-    Launch launch{grid, tile.parts};
-    launch.threads = tile.threads;
-    launch.pdl = kernel.pdl(-1);
-    return kernel.launch(entry, launch, device, p);
-  }
-  raise("RuntimeError", "no kernel entry supports vectors of %lld bytes", static_cast<long long>(max_vec_bytes));
+    const RowTile rows((p.k.head_bytes + p.v.head_bytes) / vec_bytes * p.heads, entry.threads);
+    const int64_t rows_per_cta = rows.rows * rows_per_thread;
+    return {entry, rows, (p.rows + rows_per_cta - 1) / rows_per_cta};
+  };
+  return tile_of(kernel.first_entry([&](const Entry& entry) {
+    const auto [vec_bytes, rows_per_thread] = AppendPagedKvCacheConfig::of(entry);
+    if (vec_bytes > max_vec_bytes) return false;
+    const Tile tile = tile_of(entry);
+    return rows_per_thread == 1 || tile.grid * tile.rows.parts >= min_ctas;
+  }));
+}
+
+void launch_append(const Kernel& kernel, AppendParams& p, DLDevice device) {
+  const auto [entry, rows, grid] = tile(kernel, p, device);
+  p.threads_per_row = static_cast<int32_t>(rows.lanes);
+  Launch launch{grid, rows.parts};
+  launch.threads = rows.threads;
+  launch.pdl = kernel.pdl(-1);
+  kernel.launch(entry, launch, device, p);
 }
 #else
 void copy(const AppendOperand& operand, const AppendParams& p, int64_t row, int64_t page, int64_t slot) {

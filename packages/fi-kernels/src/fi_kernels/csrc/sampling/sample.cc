@@ -45,82 +45,102 @@ int64_t resident(const Kernel& kernel, const Entry& entry, DLDevice device) {
   return SampleConfig::of(entry).ctas_per_sm * kernel.multiprocessors(device) * 15 / 16;
 }
 
-void launch_single_pass(const Kernel& kernel, const Entry& entry, SampleParams& p, DLDevice device) {
-  const int64_t tiles = tiles_of(p.vocab), warps = entry.threads / 32;
-  int64_t ctas = 1;
-  while (ctas < 16 && ctas * warps < tiles && p.rows * ctas * 2 <= resident(kernel, entry, device)) ctas *= 2;
-  Launch config{p.rows * ctas};
-  config.pdl = kernel.pdl(-1);
-  config.cluster = static_cast<unsigned>(ctas);
-  config.shared_bytes = tiles * kTileSumBytes;
-  kernel.launch(entry, config, device, p);
+enum class Pass { kRows, kSinglePass, kSoftmax };
+
+struct Tile {
+  const Entry& entry;
+  int64_t ctas;  // of the cluster that works on a row
+};
+
+int64_t whole_tiles(int64_t n) { return tiles_of(n) * kTileSize; }
+
+// Elements of a row for each CTA, for any alignment of the row.
+int64_t cta_slots(const SampleParams& p, int64_t ctas, int64_t bytes) {
+  return whole_tiles((p.vocab + 16 / bytes - 1 + ctas - 1) / ctas);
 }
 
-// A warp caches tiles in shared memory and holds one more in registers, so at
-// most 16 CTAs hold the whole row. Several small CTAs on an SM hide each other's latency; large CTAs are chosen only
-// where they form one wave and small ones do not (docs/notes/sampling-softmax.md).
-void launch_softmax(const Kernel& kernel, SampleParams& p, DLDevice device) {
-  const int64_t tiles = tiles_of(p.vocab);
+// Whether all of a row is cached, and adjusted in place.
+bool is_adjusted(const SampleParams& p) { return p.bias || p.bitmask || p.seen; }
+
+// A warp of the softmax caches tiles in shared memory and holds one more in registers, so at most 16 CTAs hold the
+// whole row. Several small CTAs on an SM hide each other's latency; large CTAs are chosen only where they form one wave
+// and small ones do not (docs/notes/sampling-softmax.md).
+Tile softmax_tile(const Kernel& kernel, const SampleParams& p, DLDevice device) {
   const auto ctas_of = [&](const Entry& entry) {
-    const int64_t warps = entry.threads / 32;
+    const int64_t tiles = entry.threads / 32 * (SampleConfig::of(entry).tiles_per_warp + 1);
     int64_t ctas = 1;
-    while (ctas * warps * (SampleConfig::of(entry).tiles_per_warp + 1) < tiles) ctas *= 2;
+    while (ctas * tiles < tiles_of(p.vocab)) ctas *= 2;
     return ctas;
   };
   const Entry &small = kernel.entries[1], &large = kernel.entries[2];
   const bool fits = ctas_of(small) <= 16, waves = p.rows * ctas_of(small) > resident(kernel, small, device);
   const bool one_wave = p.rows * ctas_of(large) <= kernel.multiprocessors(device);
   const Entry& entry = fits && !(waves && one_wave) ? small : large;
-  const int64_t warps = entry.threads / 32;
-  int64_t ctas = ctas_of(entry);
-  while (ctas < 16 && ctas * warps < tiles && p.rows * ctas * 2 <= resident(kernel, entry, device)) ctas *= 2;
-  p.warp_cached = static_cast<int32_t>((tiles + ctas * warps - 1) / (ctas * warps) - 1);
+  return {entry, ctas_of(entry)};
+}
+
+// The fewest CTAs whose shared memory holds the row, then more while all of them are resident and work on long parts.
+// An entry that caches no bytes of a row reads rows from global memory, one CTA each.
+Tile rows_tile(const Kernel& kernel, const SampleParams& p, int64_t bytes, DLDevice device) {
+  const Entry& entry = kernel.entries[0];
+  const auto config = SampleConfig::of(entry);
+  const int64_t capacity = config.row_bytes, warps = entry.threads / 32;
+  const auto fits = [&](int64_t ctas) {
+    const int64_t slots = cta_slots(p, ctas, bytes), all = whole_tiles((slots + warps - 1) / warps) * warps * bytes;
+    return slots <= 65536 && (is_adjusted(p) ? all <= capacity : slots * bytes * 3 <= capacity * 4);
+  };
+  const int64_t most = config.ctas_per_sm * kernel.multiprocessors(device);
+  int64_t ctas = 1;
+  if (!capacity) return {entry, ctas};
+  while (ctas < 16 && !fits(ctas)) ctas *= 2;
+  while (ctas < 16 && p.rows * ctas * 2 <= most && cta_slots(p, ctas, bytes) >= 4096) ctas *= 2;
+  return {entry, ctas};
+}
+
+// The unit of a draw and that of rewritten rows have other entries after the one for all rows.
+Tile tile(const Kernel& kernel, const SampleParams& p, Pass pass, int64_t bytes, DLDevice device) {
+  if (pass == Pass::kRows) return rows_tile(kernel, p, bytes, device);
+  auto [entry, ctas] = pass == Pass::kSoftmax ? softmax_tile(kernel, p, device) : Tile{kernel.entries[1], 1};
+  const int64_t warps = entry.threads / 32, most = resident(kernel, entry, device);
+  while (ctas < 16 && ctas * warps < tiles_of(p.vocab) && p.rows * ctas * 2 <= most) ctas *= 2;
+  return {entry, ctas};
+}
+
+void launch(const Kernel& kernel, SampleParams& p, Pass pass, int64_t bytes, DLDevice device) {
+  const auto [entry, ctas] = tile(kernel, p, pass, bytes, device);
+  const int64_t warps = entry.threads / 32, tiles = tiles_of(p.vocab);
   Launch config{p.rows * ctas};
   config.pdl = kernel.pdl(-1);
   config.cluster = static_cast<unsigned>(ctas);
-  config.shared_bytes = (tiles + 1) / 2 * 16 + warps * p.warp_cached * kTileSize * int64_t{sizeof(float)};
+  if (pass == Pass::kSinglePass) {
+    config.shared_bytes = tiles * kTileSumBytes;
+  } else if (pass == Pass::kSoftmax) {
+    p.warp_cached = static_cast<int32_t>((tiles + ctas * warps - 1) / (ctas * warps) - 1);
+    config.shared_bytes = (tiles + 1) / 2 * 16 + warps * p.warp_cached * kTileSize * int64_t{sizeof(float)};
+  } else {
+    const auto chosen = SampleConfig::of(entry);
+    const int64_t most = chosen.ctas_per_sm * kernel.multiprocessors(device), capacity = chosen.row_bytes;
+    p.prefetch_rows = capacity && p.rows * ctas > most ? static_cast<int32_t>(most / ctas) : 0;
+    p.cta_slots = static_cast<int32_t>(cta_slots(p, ctas, bytes));
+    p.warp_slots = static_cast<int32_t>(whole_tiles((p.cta_slots + warps - 1) / warps));
+    const int64_t cacheable = capacity / bytes / warps / kTileSize * kTileSize;
+    p.warp_cached =
+        static_cast<int32_t>(capacity && is_adjusted(p) ? p.warp_slots : std::min<int64_t>(p.warp_slots, cacheable));
+    // Without a cluster, only the first and the last tile of the row are cached.
+    config.shared_bytes = warps * kWarpListBytes + (capacity ? warps * p.warp_cached : 2 * kTileSize) * bytes;
+  }
   kernel.launch(entry, config, device, p);
 }
 
-// The unit of a draw and that of rewritten rows have other entries after the one for all rows. An entry that caches no
-// bytes of a row reads rows from global memory, one CTA each.
 void launch(const Kernel& kernel, SampleParams& p, int64_t bytes, DLDevice device) {
-  if (kernel.entries.size() > 1 && is_softmax(p)) return launch_softmax(kernel, p, device);
+  if (kernel.entries.size() > 1 && is_softmax(p)) return launch(kernel, p, Pass::kSoftmax, bytes, device);
   if (kernel.entries.size() > 1 && p.output == kDrawToken) {
     bool others;
     find_row_kinds(p, p.single_pass, others);
-    if (p.single_pass) launch_single_pass(kernel, kernel.entries[1], p, device);
+    if (p.single_pass) launch(kernel, p, Pass::kSinglePass, bytes, device);
     if (!others) return;
   }
-  const Entry& entry = kernel.entries[0];
-  const auto whole_tiles = [](int64_t n) { return tiles_of(n) * kTileSize; };
-  const int64_t slots = p.vocab + 16 / bytes - 1, warps = entry.threads / 32;  // for any alignment of the row
-  const auto cta_slots = [&](int64_t ctas) { return whole_tiles((slots + ctas - 1) / ctas); };
-  int64_t ctas = 1, capacity = 0;
-  const bool adjusted = p.bias || p.bitmask || p.seen;  // then all of the row is cached, and adjusted in place
-  const auto chosen = SampleConfig::of(entry);
-  if (chosen.row_bytes) {
-    const int64_t resident = chosen.ctas_per_sm * kernel.multiprocessors(device);
-    capacity = chosen.row_bytes;
-    const auto fits = [&](int64_t n) {
-      const int64_t all = whole_tiles((cta_slots(n) + warps - 1) / warps) * warps * bytes;
-      return cta_slots(n) <= 65536 && (adjusted ? all <= capacity : cta_slots(n) * bytes * 3 <= capacity * 4);
-    };
-    while (ctas < 16 && !fits(ctas)) ctas *= 2;
-    while (ctas < 16 && p.rows * ctas * 2 <= resident && cta_slots(ctas) >= 4096) ctas *= 2;
-    p.prefetch_rows = p.rows * ctas > resident ? static_cast<int32_t>(resident / ctas) : 0;
-  }
-  p.cta_slots = static_cast<int32_t>(cta_slots(ctas));
-  p.warp_slots = static_cast<int32_t>(whole_tiles((p.cta_slots + warps - 1) / warps));
-  const int64_t cacheable = capacity / bytes / warps / kTileSize * kTileSize;
-  p.warp_cached =
-      static_cast<int32_t>(capacity && adjusted ? p.warp_slots : std::min<int64_t>(p.warp_slots, cacheable));
-  Launch config{p.rows * ctas};
-  config.pdl = kernel.pdl(-1);
-  config.cluster = static_cast<unsigned>(ctas);
-  // Without a cluster, only the first and the last tile of the row are cached.
-  config.shared_bytes = warps * kWarpListBytes + (capacity ? warps * p.warp_cached : 2 * kTileSize) * bytes;
-  kernel.launch(entry, config, device, p);
+  launch(kernel, p, Pass::kRows, bytes, device);
 }
 #else
 void adjust(const SampleParams& p, float* x, int64_t output, int64_t row) {

@@ -86,11 +86,11 @@ FI_DEVICE uint4 pairs_of(const Vec8<E2m1>& x, __half) {
 }
 FI_DEVICE uint4 pairs_of(const Vec8<E2m1>& x, __nv_bfloat16) {
   const uint4 y = pairs_of(x, __half{});
-  const auto widen = [](unsigned pair) {
+  const auto to_bf16 = [](unsigned pair) {
     const float2 z = __half22float2(reinterpret_cast<const __half2&>(pair));
     return pack_pair(z.x, z.y, __nv_bfloat16{});
   };
-  return make_uint4(widen(y.x), widen(y.y), widen(y.z), widen(y.w));
+  return make_uint4(to_bf16(y.x), to_bf16(y.y), to_bf16(y.z), to_bf16(y.w));
 }
 
 // Element d of a row of keys or values; scales: of the row, if it has any.

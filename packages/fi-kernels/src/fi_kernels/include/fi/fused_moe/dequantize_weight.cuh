@@ -90,8 +90,8 @@ FI_DEVICE void dequantize_weights(const unsigned (&words)[2], unsigned scale, un
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const unsigned bytes = __byte_perm(words[0], words[1], i ? 0x7362 : 0x5140);
-      out[2 * i] = widened(bytes & 0xffffu, __nv_fp8_e4m3(), T());
-      out[2 * i + 1] = widened(bytes >> 16, __nv_fp8_e4m3(), T());
+      out[2 * i] = dequantize_pair(bytes & 0xffffu, __nv_fp8_e4m3(), T());
+      out[2 * i + 1] = dequantize_pair(bytes >> 16, __nv_fp8_e4m3(), T());
     }
   }
 #pragma unroll

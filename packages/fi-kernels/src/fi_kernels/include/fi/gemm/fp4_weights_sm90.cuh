@@ -31,7 +31,8 @@ struct Nvfp4Factors {
 
   Nvfp4Factors() = default;
   FI_DEVICE explicit Nvfp4Factors(unsigned codes) {
-    const unsigned both = multiply_bf16x2(widened(codes, __nv_fp8_e4m3(), __nv_bfloat16()), 0x7a807a80u);  // 2^118
+    const unsigned both =
+        multiply_bf16x2(dequantize_pair(codes, __nv_fp8_e4m3(), __nv_bfloat16()), 0x7a807a80u);  // 2^118
     scale[0] = __byte_perm(both, 0, 0x1010);
     scale[1] = __byte_perm(both, 0, 0x3232);
   }

@@ -33,7 +33,7 @@ struct SoftmaxRow {
   template <class Fetch>
   FI_DEVICE void load(int begin, float (&x)[kPerLane], Fetch&& fetch) const {
     const int bulk = bulk_count(begin);
-    const auto widen = [&](int i, const uint4& words) {
+    const auto convert = [&](int i, const uint4& words) {
       Vec<T, kVec> values;
       float wide[kVec];
       memcpy(&values, &words, sizeof values);
@@ -46,14 +46,14 @@ struct SoftmaxRow {
 #pragma unroll
       for (int i = 0; i < kPerLane / kVec; ++i) words[i] = fetch(offset_of(i));
 #pragma unroll
-      for (int i = 0; i < kPerLane / kVec; ++i) widen(i, words[i]);
+      for (int i = 0; i < kPerLane / kVec; ++i) convert(i, words[i]);
       return;
     }
 #pragma unroll
     for (int i = 0; i < kPerLane / kVec; ++i) {
       const int at = begin + offset_of(i);
       if (offset_of(i) < bulk) {
-        widen(i, fetch(offset_of(i)));
+        convert(i, fetch(offset_of(i)));
       } else {
 #pragma unroll
         for (int k = 0; k < kVec; ++k)

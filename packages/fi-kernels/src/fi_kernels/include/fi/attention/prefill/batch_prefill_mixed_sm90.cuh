@@ -97,8 +97,8 @@ struct PrefillMixedKernel {
       const uint2 x = *reinterpret_cast<const uint2*>(reinterpret_cast<const char*>(raw) + piece / 16 * (kKeys * 128) +
                                                       swizzled_offset(key, piece % 16 / 2) + piece % 2 * 8);
       *reinterpret_cast<uint4*>(reinterpret_cast<char*>(to) + SwizzledTile<T, kKeys>::offset(key, piece * 8)) = {
-          widened(x.x, KV(), T()), widened(x.x >> 16, KV(), T()), widened(x.y, KV(), T()),
-          widened(x.y >> 16, KV(), T())};
+          dequantize_pair(x.x, KV(), T()), dequantize_pair(x.x >> 16, KV(), T()), dequantize_pair(x.y, KV(), T()),
+          dequantize_pair(x.y >> 16, KV(), T())};
     }
     fence_async_shared();
     __syncwarp();

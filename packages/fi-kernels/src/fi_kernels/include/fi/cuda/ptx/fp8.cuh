@@ -26,11 +26,11 @@ FI_DEVICE unsigned halves(unsigned pair, __nv_fp8_e5m2) { return __byte_perm(pai
 
 // The lower two bytes of `pair` as pairs of half or of bf16. sm_89 and later.
 template <class KV>
-FI_DEVICE unsigned widened(unsigned pair, KV, __half) {
+FI_DEVICE unsigned dequantize_pair(unsigned pair, KV, __half) {
   return halves(pair, KV());
 }
 template <class KV>
-FI_DEVICE unsigned widened(unsigned pair, KV, __nv_bfloat16) {
+FI_DEVICE unsigned dequantize_pair(unsigned pair, KV, __nv_bfloat16) {
   const unsigned x = halves(pair, KV());
   const float2 y = __half22float2(reinterpret_cast<const __half2&>(x));
   const __nv_bfloat162 z = __floats2bfloat162_rn(y.x, y.y);

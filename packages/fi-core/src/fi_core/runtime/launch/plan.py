@@ -140,11 +140,6 @@ class Form(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def words(self) -> list[int]:
-        """As the host module reads them, without the place."""
-        dtype = DTYPES[short_name(self.dtype)]
-        return [dtype.code, dtype.bits, len(self.shape), *self.shape, *self.strides]
-
 
 class Step(NamedTuple):
     """A call of an operator with values in the order of its host module."""
@@ -225,11 +220,7 @@ class PlanBuilder:
 
     def prepare(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Has each module learn the kernels that the steps need. All kernels compile at the same time."""
-        import torch
-
-        results = (torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in self.results)
-        bases = [torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self.device), *tensors, *results]
-        requests = []
+        bases, requests = self._bases(tensors), []
         for operator, values in self.steps:
             made = (self._tensor(x, bases) if isinstance(x, Form) else x for x in values)
             requests.append((operator, operator.request(self.device, *made)))
@@ -237,6 +228,13 @@ class PlanBuilder:
             operator.prepare(request, self.device)
         for operator, request in requests:
             operator.learn(request, self.device)
+
+    def _bases(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Scratch, the tensors of a call and results of the plan's forms."""
+        import torch
+
+        results = (torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in self.results)
+        return [torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self.device), *tensors, *results]
 
     def begin(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Begins to compile the kernels of the steps. tensors: of the call; None for those of another shape."""
@@ -266,14 +264,10 @@ class PlanBuilder:
         found: torch.Tensor = empty.set_(base.untyped_storage(), begin // form.dtype.itemsize, form.shape, form.strides)
         return found
 
-    def words(self) -> list[Any]:
-        """The plan as the host module reads it: see fi/host/steps.h."""
-        tensors = [*self.forms, *self.results]
-        whole = [None if x is None else self._place(x) for x in tensors]
-        words: list[Any] = [self.scratch_bytes, len(self.forms)]
-        for x, form in zip(self.forms, whole):
-            words += [0] if x is None or form is None else [math.gcd(self.address(x), 16), *form.words()]
-        words += [len(self.results), len(self.constants), *self.constants]
+    def words(self, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+        """The plan as the host module reads it: see fi/host/steps.h. tensors: of a call."""
+        whole = [None if x is None else self._place(x) for x in (*self.forms, *self.results)]
+        words = [self.scratch_bytes, len(self.forms), *tensors, len(self.results), len(self.constants), *self.constants]
         views: dict[Form, int] = {}
         calls: list[Any] = []
         for operator, values in self.steps:
@@ -285,10 +279,11 @@ class PlanBuilder:
                     calls += [_TENSOR, x.base]
                 else:
                     calls += [_VIEW, views.setdefault(x, len(views))]
+        bases = self._bases(tensors)
         words.append(len(views))
         for view in views:
-            base = view.base if view.base < _CONSTANTS else view.base - _CONSTANTS + len(tensors) + 1
-            words += [base, view.offset, *view.words()]
+            base = view.base if view.base < _CONSTANTS else view.base - _CONSTANTS + len(whole) + 1
+            words += [base, view.offset, self._tensor(view, bases)]
         return words + calls
 
 
@@ -297,21 +292,19 @@ class LaunchPlan:
 
     __slots__ = ("_builder", "_call", "_empty", "_is_list", "_numbers", "_results")
 
-    def __init__(self, builder: PlanBuilder, numbers: list[int], is_list: bool) -> None:
+    def __init__(
+        self, builder: PlanBuilder, tensors: Sequence[torch.Tensor | None], numbers: list[int], is_list: bool
+    ) -> None:
         import torch
 
-        self._builder, self._numbers, self._is_list, self._empty = (
-            builder,
-            [n - 1 for n in numbers],
-            is_list,
-            torch.empty,
-        )
+        self._builder, self._is_list, self._empty = builder, is_list, torch.empty
+        self._numbers = [n - 1 for n in numbers]
         self._results: list[dict[str, Any]] = [
             {"size": x.shape, "dtype": x.dtype, "device": builder.device} for x in builder.results
         ]
         modules = [step.operator.module(builder.device) for step in builder.steps]
         make = next(module["steps"] for module in modules if module.implements_function("steps"))
-        self._call: Callable[..., Any] = make(*builder.words())
+        self._call: Callable[..., Any] = make(*builder.words(tensors))
 
     def run(self, workspace: torch.Tensor | None, tensors: tuple[torch.Tensor | None, ...]) -> Any:
         """The result; None: a tensor has another form."""
@@ -435,7 +428,7 @@ class _Plans:
             builder.prepare(tensors)
             self.known[key] = None
             return None
-        plan = LaunchPlan(builder, *numbers)
+        plan = LaunchPlan(builder, tensors, *numbers)
         self.known[key] = (plan, *(self.known.get(key) or ()))[:_MOST_PLANS]
         return plan.run(named.get(self.workspace), tensors)
 

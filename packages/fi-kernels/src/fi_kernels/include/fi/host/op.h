@@ -75,10 +75,17 @@ class Kernels {
   std::atomic<int64_t> count_{0};
 };
 
-// A planned tensor: its caller keeps the memory, the plan its shape.
+// A tensor of a plan: its caller keeps the memory, the plan its shape. It stays in its place.
 struct KeptTensor {
-  DLTensor tensor;
+  DLTensor tensor{};
   std::array<int64_t, 16> sizes;
+
+  void keep(const Tensor& t) {
+    FI_CHECK(t.ndim() <= 8, ValueError, "%s has too many dimensions", t.name());
+    tensor = *t.dlpack();
+    tensor.shape = sizes.data(), tensor.strides = sizes.data() + t.ndim();
+    for (int i = 0; i < t.ndim(); ++i) tensor.shape[i] = t.size(i), tensor.strides[i] = t.stride(i);
+  }
 };
 
 template <class Args, auto kEntry, auto... kRequestOf>
@@ -191,11 +198,8 @@ class Module {
         known_.add(node->words, node->kernel, node->choice);
       plan_.each_tensor([this](auto& t) {
         if (!t) return;
-        FI_CHECK(used_ < kept_.size() && t.ndim() <= 8, ValueError, "%s has too many dimensions", t.name());
-        KeptTensor& kept = kept_[used_++];
-        kept.tensor = *t.dlpack();
-        kept.tensor.shape = kept.sizes.data(), kept.tensor.strides = kept.sizes.data() + t.ndim();
-        for (int i = 0; i < t.ndim(); ++i) kept.tensor.shape[i] = t.size(i), kept.tensor.strides[i] = t.stride(i);
+        KeptTensor& kept = kept_.at(used_++);
+        kept.keep(t);
         t = {&kept.tensor, t.name()};
       });
     }

@@ -13,25 +13,19 @@ namespace fi {
 
 class Steps {
  public:
-  // The words: bytes of scratch; the number of tensors that have a form, and for each 0, or its alignment and a View;
-  // the number of results, which follow them in a call; the number of constants, each; the number of views, for each
-  // its base (0: scratch; n: a tensor of the call; then constants), its offset in bytes and a View; then for each step
-  // its function, the number of its values, and for each of those a Source and an index or a constant.
-  explicit Steps(const Values& words) : words_(words), scratch_bytes_(integer()) {
-    forms_.resize(size());
-    for (Form& form : forms_)
-      if ((form.alignment = integer())) form.view = read_view();
+  // The words: bytes of scratch; the number of tensors that have a form, each as in the first call; the number of
+  // results, which follow them in a call; the number of constants, each; the number of views, for each its base (0:
+  // scratch; n: a tensor of the call; then constants), its offset in bytes and a tensor like it; then for each step its
+  // function, the number of its values, and for each of those a Source and an index or a constant.
+  explicit Steps(const Values& words) : words_(words), scratch_bytes_(integer()), forms_(size()) {
+    for (Form& form : forms_) form.read(next());
     count_ = 1 + forms_.size() + size();
-    constants_.resize(size());
-    for (DLTensor& constant : constants_) {
-      const DLTensor* t = as_dltensor(next());
-      FI_CHECK(t, TypeError, "a constant of a plan must be a tensor");
-      constant = *t;
-    }
-    views_.resize(size());
+    constants_ = std::vector<Form>(size());
+    for (Form& constant : constants_) constant.read(next());
+    views_ = std::vector<Place>(size());
     FI_CHECK(count_ <= kMost && views_.size() <= kMost, ValueError, "a plan has at most %zu tensors and views; got %zu",
              kMost, std::max(count_, views_.size()));
-    for (Place& place : views_) place.base = size(), place.offset = integer(), place.view = read_view();
+    for (Place& place : views_) place.base = size(), place.offset = integer(), place.read(next());
     while (at_ < words_.count) read_step();
   }
   Steps(const Steps&) = delete;
@@ -50,31 +44,31 @@ class Steps {
   static constexpr size_t kMost = 64;
   static constexpr uintptr_t kAlignment = 256, kLowBits = 16;  // of scratch; of tensors, at most
   enum class Source : int64_t { kConstant, kTensor, kView };
-  struct View {
-    DLDataType dtype{};
-    int32_t ndim = 0;
-    std::vector<int64_t> sizes;  // shape, then strides
-  };
-  struct Form {
-    int64_t alignment = 0;  // 0: None
-    View view;
+  struct Form : KeptTensor {
+    bool is_given = false;
 
-    bool fits(const DLTensor* t, DLDevice device) const {
-      if (!t || t->ndim != view.ndim || t->dtype.code != view.dtype.code || t->dtype.bits != view.dtype.bits ||
-          t->device.device_type != device.device_type || t->device.device_id != device.device_id)
+    void read(const TVMFFIAny& any) {
+      is_given = any.type_index != kTVMFFINone;
+      if (is_given) keep(Argument<Tensor>::from(any, "form"));
+    }
+    // The low bits of an address that kernels ask for.
+    static uintptr_t alignment(const DLTensor& t) {
+      const uintptr_t address = (reinterpret_cast<uintptr_t>(t.data) + t.byte_offset) | kLowBits;
+      return address & -address;
+    }
+    bool fits(const DLTensor* t) const {
+      if (!t || t->ndim != tensor.ndim || t->dtype.code != tensor.dtype.code || t->dtype.bits != tensor.dtype.bits ||
+          !is_same(t->device, tensor.device) || alignment(*t) != alignment(tensor))
         return false;
-      const uintptr_t address = (reinterpret_cast<uintptr_t>(t->data) + t->byte_offset) | kLowBits;
-      if (static_cast<int64_t>(address & -address) != alignment) return false;
-      const int64_t *shape = view.sizes.data(), *strides = shape + view.ndim;
-      for (int32_t i = 0; i < view.ndim; ++i)
-        if (t->shape[i] != shape[i] || (t->strides && shape[i] != 1 && t->strides[i] != strides[i])) return false;
+      for (int32_t i = 0; i < t->ndim; ++i)
+        if (t->shape[i] != tensor.shape[i] || (t->strides && t->shape[i] != 1 && t->strides[i] != tensor.strides[i]))
+          return false;
       return true;
     }
   };
-  struct Place {
+  struct Place : Form {
     size_t base = 0;
     int64_t offset = 0;
-    View view;
   };
   struct Step {
     TVMFFIObjectHandle function;
@@ -97,20 +91,13 @@ class Steps {
     }
   };
 
+  static bool is_same(DLDevice a, DLDevice b) { return a.device_type == b.device_type && a.device_id == b.device_id; }
   const TVMFFIAny& next() {
     FI_CHECK(at_ < words_.count, ValueError, "the words of a plan are cut off");
     return words_.any[at_++];
   }
   int64_t integer() { return Argument<int64_t>::from(next(), "word"); }
   size_t size() { return static_cast<size_t>(integer()); }
-  View read_view() {
-    View view;
-    view.dtype.code = static_cast<uint8_t>(integer()), view.dtype.bits = static_cast<uint8_t>(integer());
-    view.dtype.lanes = 1;
-    view.ndim = static_cast<int32_t>(integer());
-    for (int32_t i = 0; i < 2 * view.ndim; ++i) view.sizes.push_back(integer());
-    return view;
-  }
   void read_step() {
     const TVMFFIAny& function = next();
     FI_CHECK(function.type_index == kTVMFFIFunction, TypeError, "a step of a plan must be a function");
@@ -130,7 +117,7 @@ class Steps {
   void* within(const TVMFFIAny& any, DLDevice device) const {
     const DLTensor* t = as_dltensor(any);
     if (!t || t->ndim != 1 || t->dtype.code != kDLUInt || t->dtype.bits != 8 || (t->strides && t->strides[0] != 1) ||
-        t->device.device_type != device.device_type || t->device.device_id != device.device_id)
+        !is_same(t->device, device))
       return nullptr;
     char* begin = static_cast<char*>(t->data) + t->byte_offset;
     const auto padding = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(begin) % kAlignment);
@@ -146,8 +133,7 @@ class Steps {
     if (first == tensors.end()) return 0;
     const DLDevice device = (*first)->device;
     for (size_t i = 0; i < forms_.size(); ++i)
-      if (forms_[i].alignment ? !forms_[i].fits(tensors[i + 1], device) : given.any[i + 1].type_index != kTVMFFINone)
-        return 0;
+      if (forms_[i].is_given ? !forms_[i].fits(tensors[i + 1]) : given.any[i + 1].type_index != kTVMFFINone) return 0;
     Memory memory;
     const bool has_workspace = given.any[0].type_index != kTVMFFINone;
     void* scratch = has_workspace    ? within(given.any[0], device)
@@ -156,11 +142,11 @@ class Steps {
     if (has_workspace && !scratch) return 0;
     std::array<DLTensor, kMost> views;
     for (size_t i = 0; i < views_.size(); ++i) {
-      const auto& [base, offset, view] = views_[i];
-      const DLTensor* of = base == 0 ? nullptr : base < count_ ? tensors[base] : &constants_[base - count_];
+      const size_t base = views_[i].base;
+      const DLTensor* of = base == 0 ? nullptr : base < count_ ? tensors[base] : &constants_[base - count_].tensor;
       char* begin = of ? static_cast<char*>(of->data) + of->byte_offset : static_cast<char*>(scratch);
-      auto* sizes = const_cast<int64_t*>(view.sizes.data());
-      views[i] = {begin + offset, device, view.ndim, view.dtype, sizes, sizes + view.ndim, 0};
+      views[i] = views_[i].tensor;
+      views[i].data = begin + views_[i].offset, views[i].byte_offset = 0;
     }
     std::array<TVMFFIAny, kMost> values;
     for (const Step& step : steps_) {
@@ -191,7 +177,7 @@ class Steps {
   int64_t scratch_bytes_;
   size_t count_ = 0;  // values of a call
   std::vector<Form> forms_;
-  std::vector<DLTensor> constants_;
+  std::vector<Form> constants_;
   std::vector<Place> views_;
   std::vector<Step> steps_;
 };

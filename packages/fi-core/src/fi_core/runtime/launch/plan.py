@@ -15,7 +15,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from fi_core.runtime.launch import torch_op
 from fi_core.runtime.launch.kernel import begin_module
@@ -44,32 +44,6 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class Launches(Protocol):
-    """What a function that plans its launches calls."""
-
-    device: torch.device
-
-    def add(self, op: Op, *values: Any, **named: Any) -> None:
-        """Launches an op with these arguments."""
-        ...
-
-    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for what lies between the kernels of this call."""
-        ...
-
-    def result(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor, which the function returns."""
-        ...
-
-    def constant(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor whose contents never change, and which is no argument of the call."""
-        ...
-
-    def address(self, x: torch.Tensor) -> int:
-        """Of the first element, modulo 256."""
-        ...
-
-
 class AtOnce:
     """Launches at once. workspace: memory for scratch, uint8; None: torch allocates each piece. is_traced: by
     torch.compile, which knows no addresses.
@@ -89,9 +63,11 @@ class AtOnce:
         self._end = -workspace.data_ptr() % ALIGNMENT
 
     def add(self, op: Op, *values: Any, **named: Any) -> None:
+        """Launches an op with these arguments."""
         operator_of(op).function(*values, **named)
 
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for what lies between the kernels of this call."""
         if self._workspace is None:
             return self.result(shape, dtype)
         begin, size = self._end, math.prod(shape) * dtype.itemsize
@@ -104,14 +80,17 @@ class AtOnce:
         return self._workspace[begin : begin + size].view(dtype).view(*shape)
 
     def result(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A new tensor, which the function returns."""
         import torch
 
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def constant(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor whose contents never change, and which is no argument of the call."""
         return x
 
     def address(self, x: torch.Tensor) -> int:
+        """Of the first element, modulo 256."""
         return 0 if self._is_traced or torch_op.is_special(x) else x.data_ptr() % ALIGNMENT
 
 
@@ -245,11 +224,13 @@ class PlanBuilder:
 
         for operator, values in self.steps:
             made = (
-                x if not isinstance(x, Form)
-                else self._tensor(x, bases) if is_given(x)
+                x
+                if not isinstance(x, Form)
+                else self._tensor(x, bases)
+                if is_given(x)
                 else on_host(x.dtype, x.shape, x.strides, x.offset % ALIGNMENT)
                 for x in values
-            )  # fmt: skip
+            )
             operator.prepare(operator.request(self.device, *made), self.device)
 
     def _tensor(self, form: Form, bases: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -285,6 +266,9 @@ class PlanBuilder:
             base = view.base if view.base < _CONSTANTS else view.base - _CONSTANTS + len(whole) + 1
             words += [base, view.offset, self._tensor(view, bases)]
         return words + calls
+
+
+Launches: TypeAlias = "AtOnce | PlanBuilder"  # what a function that plans its launches calls
 
 
 class LaunchPlan:

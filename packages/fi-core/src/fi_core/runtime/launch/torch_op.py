@@ -89,9 +89,11 @@ def dispatch(op: Op, arguments: tuple[Any, ...], variant: Any = None) -> None:
 
 
 _OPTIONS: dict[str, tuple[type, str]] = {
-    "int": (numbers.Integral, "an integer"), "float": (numbers.Real, "a number"), "bool": (numbers.Integral, "a bool"),
+    "int": (numbers.Integral, "an integer"),
+    "float": (numbers.Real, "a number"),
+    "bool": (numbers.Integral, "a bool"),
     "str": (str, "a string"),
-}  # fmt: skip
+}
 
 
 def _check_options(op: Op, arguments: tuple[Any, ...]) -> None:
@@ -157,9 +159,12 @@ def check(op: Op, arguments: tuple[Any, ...], *, wrapped: bool) -> None:
         if argument.is_tensor and not (value is None and argument.kind == "Tensor?"):
             if wrapped and is_special(value):
                 continue
-            problem = unreadable(value)
-            if problem:
-                raise TypeError(f"{op.name}: {argument.name} must be a dense tensor with data; {problem}")
+            _refuse_unreadable(op, argument, value)
+
+
+def _refuse_unreadable(op: Op, argument: Argument, value: Any) -> None:
+    if problem := unreadable(value):
+        raise TypeError(f"{op.name}: {argument.name} must be a dense tensor with data; {problem}")
 
 
 def unreadable(value: Any) -> str:
@@ -187,12 +192,11 @@ def unreadable(value: Any) -> str:
 
 def refusing_unreadable(op: Op, taken: Sequence[Argument], call: Callable[..., Any]) -> Callable[..., Any]:
     """The call behind a check of each tensor. Without it, C++ sees no negated view and not every fake tensor."""
-    tensors = [(i, argument.name) for i, argument in enumerate(taken) if argument.is_tensor]
 
     def checked(*values: Any) -> Any:
-        for i, name in tensors:
-            if i < len(values) and values[i] is not None and (problem := unreadable(values[i])):
-                raise TypeError(f"{op.name}: {name} must be a dense tensor with data; {problem}")
+        for argument, value in zip(taken, values):
+            if argument.is_tensor and value is not None:
+                _refuse_unreadable(op, argument, value)
         return call(*values)
 
     return checked
@@ -234,5 +238,6 @@ def is_explained(error: Exception) -> bool:
 def requires_grad(arguments: tuple[Argument, ...]) -> str:
     """Python code for "a tensor argument requires grad"."""
     required = [f"{a.name}.requires_grad" for a in arguments if a.kind == "Tensor"]
-    return " or ".join(required + [f"{a.name} is not None and {a.name}.requires_grad" for a in arguments
-                                   if a.kind == "Tensor?"])  # fmt: skip
+    return " or ".join(
+        required + [f"{a.name} is not None and {a.name}.requires_grad" for a in arguments if a.kind == "Tensor?"]
+    )

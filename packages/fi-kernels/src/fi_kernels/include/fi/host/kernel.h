@@ -29,8 +29,7 @@ struct Entry {
   int64_t threads = 0, shared_bytes = 0;
   std::vector<int64_t> config;
   // The attributes that are set on each device: bytes of opt-in shared memory, and clusters of more than 8 CTAs.
-  mutable std::array<std::atomic<int64_t>, 64> shared_allowed{};
-  mutable std::array<std::atomic<bool>, 64> large_clusters{};
+  mutable std::array<std::atomic<int64_t>, 64> shared_allowed{}, large_clusters{};
 };
 
 struct Launch {
@@ -216,8 +215,9 @@ struct Kernel {
     const cu::Driver& driver = cu::Driver::get();
     // Up to 48 KB need no attribute. Static shared memory of an entry counts too and is at most 16 KB.
     if (launch.shared_bytes > 32 * 1024)
-      allow_shared(entry, std::max<int64_t>(launch.shared_bytes, 64 * 1024), device.device_id);
-    if (launch.cluster > 8) allow_large_clusters(entry, device.device_id);
+      allow<cu::kMaxDynamicSharedBytes>(entry, entry.shared_allowed, std::max<int64_t>(launch.shared_bytes, 64 * 1024),
+                                        device.device_id);
+    if (launch.cluster > 8) allow<cu::kNonPortableClusterSize>(entry, entry.large_clusters, 1, device.device_id);
     cu::LaunchAttribute attributes[3];
     unsigned count = 0;
     if (launch.pdl) {
@@ -254,19 +254,13 @@ struct Kernel {
              describe(entry, launch).c_str());
   }
 
-  void allow_shared(const Entry& entry, int64_t bytes, int device) const {
-    if (entry.shared_allowed[device].load(std::memory_order_acquire) >= bytes) return;
+  template <cu::FunctionAttribute kAttribute>
+  static void allow(const Entry& entry, std::array<std::atomic<int64_t>, 64>& allowed, int64_t value, int device) {
+    if (allowed[device].load(std::memory_order_acquire) >= value) return;
     const cu::Driver& driver = cu::Driver::get();
-    driver.check(driver.KernelSetAttribute(cu::kMaxDynamicSharedBytes, static_cast<int>(bytes), entry.kernel, device),
+    driver.check(driver.KernelSetAttribute(kAttribute, static_cast<int>(value), entry.kernel, device),
                  "cuKernelSetAttribute");
-    entry.shared_allowed[device].store(bytes, std::memory_order_release);
-  }
-  void allow_large_clusters(const Entry& entry, int device) const {
-    if (entry.large_clusters[device].load(std::memory_order_acquire)) return;
-    const cu::Driver& driver = cu::Driver::get();
-    driver.check(driver.KernelSetAttribute(cu::kNonPortableClusterSize, 1, entry.kernel, device),
-                 "cuKernelSetAttribute");
-    entry.large_clusters[device].store(true, std::memory_order_release);
+    allowed[device].store(value, std::memory_order_release);
   }
   [[gnu::noinline, gnu::cold]] std::string describe(const Entry& entry, const Launch& launch) const {
     char text[512];

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
 
 def _sizes(p: Namespace) -> dict[str, Any]:
-    return sizes_of(
-        p, "head_dim", "num_states", n="batch_size", num_heads="num_qo_heads", dtype="input_dtype"
-    )  # fmt: skip
+    return sizes_of(p, "head_dim", "num_states", n="batch_size", num_heads="num_qo_heads", dtype="input_dtype")
 
 
 def _merge(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,8 +28,9 @@ def _prefill(p: Namespace) -> dict[str, Any]:
 
 
 def _prefill_channels(p: Namespace) -> dict[str, Any]:
-    sizes = sizes_of(p, "batch_size", "num_q_heads", "head_size", seq_len="s_qo", dtype="input_dtype",
-                     state_dtype="state_dtype")  # fmt: skip
+    sizes = sizes_of(
+        p, "batch_size", "num_q_heads", "head_size", seq_len="s_qo", dtype="input_dtype", state_dtype="state_dtype"
+    )
     return {**sizes, "num_v_heads": p.num_q_heads}
 
 

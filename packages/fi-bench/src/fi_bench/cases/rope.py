@@ -127,13 +127,15 @@ def _cached(routine: str) -> Case:
     return described(
         f"rope.{routine}",
         lambda p: {
-            **_sizes(p), **sizes_of(p, "rope_theta", head_size="head_dim"), "rotary_dim": p.rotary_dim or p.head_dim,
+            **_sizes(p),
+            **sizes_of(p, "rope_theta", head_size="head_dim"),
+            "rotary_dim": p.rotary_dim or p.head_dim,
             "is_neox": not p.interleave,
         },
         lambda f, x: f(x.positions, x.query, x.key, x.head_size, x.cos_sin_cache, x.is_neox),
         _torch_cached,
         op="rope",
-    )  # fmt: skip
+    )
 
 
 def _make_quantised(p: Namespace, device: Any, generator: Any, mla: bool = False, append: bool = False) -> Inputs:

@@ -103,9 +103,11 @@ class Kernels:
         arguments = (data.data_ptr(), data.nbytes // 16, out.data_ptr())
         kinds = (ctypes.c_void_p, ctypes.c_longlong, ctypes.c_void_p)
         self._launch(
-            "fi_bench_read", 2 * self._blocks, *(kind(a) for kind, a in zip(kinds, arguments, strict=True)),
+            "fi_bench_read",
+            2 * self._blocks,
+            *(kind(a) for kind, a in zip(kinds, arguments, strict=True)),
             threads=_READ_THREADS,
-        )  # fmt: skip
+        )
 
     def release(self) -> None:
         self._released[0] = self._ticket

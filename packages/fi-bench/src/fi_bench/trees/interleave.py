@@ -186,8 +186,10 @@ def summary(rows: Sequence[Answer]) -> list[dict[str, Any]]:
     for metric in dict.fromkeys(row["metric"] for row in rows if row["status"] == "ok"):
         members = [row for row in rows if row["metric"] == metric and row["status"] == "ok"]
         worst = max(members, key=lambda row: float(row["ratio"]))
-        counts = {name.lower(): sum(row["verdict"] == name for row in members)
-                  for name in ("FASTER", "SLOWER", "SAME", "AMBIGUOUS")}  # fmt: skip
+        counts = {
+            name.lower(): sum(row["verdict"] == name for row in members)
+            for name in ("FASTER", "SLOWER", "SAME", "AMBIGUOUS")
+        }
         found.append({
             "metric": metric, "cases": len(members), "geomean": f"{stats.geomean([r['ratio'] for r in members]):.3f}",
             "worst": f"{worst['ratio']:.3f}", "worst case": worst["title"], **counts,

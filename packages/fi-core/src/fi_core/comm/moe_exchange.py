@@ -31,8 +31,9 @@ def refuse_combine(output_scalar_scale: float, sf_layout: SfLayout, backend: str
     refuse(
         "leave it out: results travel and return in the payload's dtype, from every rank; quantize them afterwards",
         output_scalar_scale=None if output_scalar_scale == 1.0 else output_scalar_scale,
-        sf_layout=None if sf_layout is SfLayout.layout_linear else sf_layout, **options,
-    )  # fmt: skip
+        sf_layout=None if sf_layout is SfLayout.layout_linear else sf_layout,
+        **options,
+    )
 
 
 class MoeExchange(CommWorkspace):

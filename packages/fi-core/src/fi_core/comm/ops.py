@@ -42,9 +42,10 @@ def _all_reduce_unit(axes: Values) -> Unit:
 
 
 _QUANTIZES_16_BITS = Rule(
-    ("dtype", "output"), "f16 or bf16 where the norm is quantized",
+    ("dtype", "output"),
+    "f16 or bf16 where the norm is quantized",
     lambda dtype, output: dtype != "f32" or output in ("sum", "norm"),
-)  # fmt: skip
+)
 
 
 ALL_REDUCE = Op(

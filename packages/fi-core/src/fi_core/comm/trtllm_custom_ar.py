@@ -60,9 +60,11 @@ class AllReduceFusionOp:
 
 
 _USE_ONESHOT = {
-    AllReduceStrategyType.MIN_LATENCY: None, AllReduceStrategyType.AUTO: None, AllReduceStrategyType.ONESHOT: True,
+    AllReduceStrategyType.MIN_LATENCY: None,
+    AllReduceStrategyType.AUTO: None,
+    AllReduceStrategyType.ONESHOT: True,
     AllReduceStrategyType.TWOSHOT: False,
-}  # fmt: skip
+}
 _SERVED = (AllReduceFusionOp.NONE, AllReduceFusionOp.RESIDUAL_RMS_NORM, AllReduceFusionOp.RESIDUAL_RMS_PREPOST_NORM)
 _MOST_RANKS = 64
 _BUFFERS = 7  # lists of addresses of a workspace

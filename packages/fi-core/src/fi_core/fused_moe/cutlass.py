@@ -124,9 +124,11 @@ def cutlass_fused_moe(
         NotImplementedError: min_latency_mode, cluster_size or use_wfp4afp8_humming is asked for.
     """
     refuse(
-        "leave it out: kernels are chosen by the number of tokens", min_latency_mode=min_latency_mode,
-        cluster_size=None if cluster_size == 1 else cluster_size, use_wfp4afp8_humming=use_wfp4afp8_humming,
-    )  # fmt: skip
+        "leave it out: kernels are chosen by the number of tokens",
+        min_latency_mode=min_latency_mode,
+        cluster_size=None if cluster_size == 1 else cluster_size,
+        use_wfp4afp8_humming=use_wfp4afp8_humming,
+    )
     activation = activation_of(
         activation_type, swiglu_alpha, swiglu_beta, swiglu_limit, clamped_relu2_limit, situ_beta, situ_linear_beta,
         fc1_expert_weights.shape[0],

@@ -72,8 +72,9 @@ class _Grouped(NamedTuple):
         p, offsets, expected = self.launches, self.tables.offsets, self.expected
         out = p.scratch((self.tables.rows.shape[0], w.rows), self.layer.dtype)
         if w.mixed is None:
-            p.add(GEMM, out, x.values, w.weight, x.scale, w.scale, m_indptr=offsets, expected_m=expected,
-                  b_constant=True)  # fmt: skip
+            p.add(
+                GEMM, out, x.values, w.weight, x.scale, w.scale, m_indptr=offsets, expected_m=expected, b_constant=True
+            )
             return out
         factor = w.mixed.input_scale
         p.add(MOE_MIXED_GEMM, out, x.values if factor is None else x.values * factor, w.weight, w.scale, offsets,

@@ -176,9 +176,10 @@ def hash_topk(
     import torch
 
     kinds = {
-        "router_logits": (router_logits, 2, torch.float32), "input_ids": (input_ids, 1, torch.int64),
+        "router_logits": (router_logits, 2, torch.float32),
+        "input_ids": (input_ids, 1, torch.int64),
         "tid2eid": (tid2eid, 2, torch.int32),
-    }  # fmt: skip
+    }
     for name, (x, ndim, dtype) in kinds.items():
         if x.ndim != ndim or x.dtype is not dtype or x.device != router_logits.device:
             raise ValueError(

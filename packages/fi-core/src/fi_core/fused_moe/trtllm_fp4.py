@@ -95,8 +95,9 @@ def _run(
     x, found = _dequantized(p, hidden_states, hidden_states_scale), []
     alternates = is_gated_activation(activation.kind)
     for name, w, factor, reorders in (
-        ("gemm1_weights", up, gate, alternates), ("gemm2_weights", down, last, False),
-    ):  # fmt: skip
+        ("gemm1_weights", up, gate, alternates),
+        ("gemm2_weights", down, last, False),
+    ):
         assert w.scale is not None
         alpha = None if factor is None else factor.reshape(-1).float()
         mixed = Mixed(_format(name, w), SfLayout.layout_128x4.value, alpha)

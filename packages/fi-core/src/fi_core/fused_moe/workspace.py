@@ -82,9 +82,10 @@ def cutlass_fused_moe_workspace_size(
         if not isinstance(dtype, torch.dtype) and (dtype is not None or name != "output_dtype"):
             raise TypeError(f"{name} must be a torch.dtype; got {dtype!r}")
     refuse(
-        "leave it out: kernels are chosen by the number of tokens", min_latency_mode=min_latency_mode,
+        "leave it out: kernels are chosen by the number of tokens",
+        min_latency_mode=min_latency_mode,
         use_wfp4afp8_humming=use_wfp4afp8_humming,
-    )  # fmt: skip
+    )
     for name, value in (
         ("max_num_tokens", max_num_tokens), ("hidden_size", hidden_size), ("intermediate_size", intermediate_size),
         ("num_experts_total", num_experts_total), ("top_k", top_k), ("tp_size", tp_size), ("ep_size", ep_size),

@@ -21,8 +21,10 @@ def _router(k: int, n: int, dtype: str, name: str) -> Callable[..., None]:
     def multiply(mat_a: torch.Tensor, mat_b: torch.Tensor, out: torch.Tensor, launch_with_pdl: bool = True) -> None:
         m = mat_a.shape[0]
         for title, x, shape, own in (
-            ("mat_a", mat_a, (m, k), "bfloat16"), ("mat_b", mat_b, (k, n), "bfloat16"), ("out", out, (m, n), dtype),
-        ):  # fmt: skip
+            ("mat_a", mat_a, (m, k), "bfloat16"),
+            ("mat_b", mat_b, (k, n), "bfloat16"),
+            ("out", out, (m, n), dtype),
+        ):
             if tuple(x.shape) != shape or str(x.dtype) != f"torch.{own}":
                 raise ValueError(f"{title} must be {own} of shape {list(shape)}; got {x.dtype} {list(x.shape)}")
         if not 1 <= m <= _MOST_TOKENS:

@@ -125,9 +125,11 @@ def _plan(
     import torch
 
     options = {
-        "sm_scale": slot.sm_scale, "window_left": slot.window_left, "logits_soft_cap": slot.soft_cap,
+        "sm_scale": slot.sm_scale,
+        "window_left": slot.window_left,
+        "logits_soft_cap": slot.soft_cap,
         "q_data_type": slot.dtype,
-    }  # fmt: skip
+    }
     if slot.kind == "decode":
         wrapper.plan(*tables, slot.num_qo_heads, slot.num_kv_heads, slot.head_dim_qk, page_size, **options)
         return

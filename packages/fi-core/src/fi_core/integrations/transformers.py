@@ -165,9 +165,7 @@ def attention(
         return out, None
     key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options)
     qo_indptr, kv_indptr = options["cu_seq_lens_q"], options["cu_seq_lens_k"]
-    out = attend_ragged(
-        query, key, value, qo_indptr, kv_indptr, causal, scale, window_left, softcap or 0.0, sinks
-    )  # fmt: skip
+    out = attend_ragged(query, key, value, qo_indptr, kv_indptr, causal, scale, window_left, softcap or 0.0, sinks)
     return out, None
 
 

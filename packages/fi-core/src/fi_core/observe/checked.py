@@ -194,8 +194,10 @@ def _explain_tensors(error: Exception, function: Callable[..., Any], given: Mapp
             raise TypeError(f"{called}: {name} must be a dense tensor with data; {problem}") from None
     if isinstance(error, DataDependentOutputException):
         special = [name for name, value in tensors.items() if torch_op.is_special(value)]
-        raise NotImplementedError(f"{called}: values of {', '.join(special)} shape the result, so data is required "
-                                  "that a fake tensor does not have") from error  # fmt: skip
+        raise NotImplementedError(
+            f"{called}: values of {', '.join(special)} shape the result, so data is required "
+            "that a fake tensor does not have"
+        ) from error
     if foreign:
         _refuse_mixture(tensors, given, called, error)
     if isinstance(error, ZeroDivisionError):

@@ -106,10 +106,12 @@ BLOCK_DEQUANTIZE = Op(
     prebuilt=(
         {"scale": "e4m3"},
         {"scale": "ue8m0"},
-        *({"input": dtype, "out": "bf16", "scale": scale}
-          for dtype, scale in (("e2m1", "e4m3"), ("e2m1", "ue8m0"), ("e4m3", "ue8m0"))),
+        *(
+            {"input": dtype, "out": "bf16", "scale": scale}
+            for dtype, scale in (("e2m1", "e4m3"), ("e2m1", "ue8m0"), ("e4m3", "ue8m0"))
+        ),
     ),
-)  # fmt: skip
+)
 
 block_quantize = operator(BLOCK_QUANTIZE)
 block_scale_interleave = operator(BLOCK_SCALE_INTERLEAVE)

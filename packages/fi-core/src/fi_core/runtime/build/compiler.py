@@ -192,9 +192,10 @@ def compile_artifact(artifact: Artifact, directory: Path) -> None:
     if artifact.kind == "cubin" and device_compiler() == "nvrtc":
         try:
             image, said = nvrtc.compile_cubin(
-                unit_path(artifact, directory).read_text(), artifact.name,
+                unit_path(artifact, directory).read_text(),
+                artifact.name,
                 [*_search(artifact, directory), *flags(artifact)],
-            )  # fmt: skip
+            )
         except nvrtc.NvrtcError as error:
             raise diagnose.failure(artifact.name, ["nvrtc", *flags(artifact)], str(error)) from None
         (directory / artifact.file).write_bytes(image)

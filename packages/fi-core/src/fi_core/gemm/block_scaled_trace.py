@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from fi_core.gemm.trace import groups_of, sizes, template, tokens
 from fi_core.observe.draw import Draw, dtype_of, nbytes
-from fi_core.observe.trace import Scalar, Tensor, TraceTemplate, Work, axes_of, options, sized, tensors
+from fi_core.observe.trace import Scalar, Tensor, Work, options, sized, tensors
 from fi_core.quantization.layout import SfLayout, scale_shape
 from fi_core.quantization.reference import e2m1_values, linear, powers
 
@@ -98,17 +99,9 @@ def _make_mm_fp4(draw: Draw, s: Any) -> dict[str, Any]:
     return {**found, **options, "out_dtype": dtype_of(s.out_dtype)}
 
 
-def _tokens(draw: Draw, m: int, k: int) -> Any:
-    """Strided rows, of which the last ends in NaN and the one before in infinity."""
-    x = draw.normal((m, k), "bfloat16")
-    if draw.nasty and m > 2:
-        x[-1, -1], x[-2, -1] = float("nan"), float("inf")
-    return draw.rows(x)
-
-
 @sized(m=5, n=72, k=160, block_size=16, layout="128x4", out_dtype="bfloat16")
 def _make_mm_bf16_fp4(draw: Draw, s: Any) -> dict[str, Any]:
-    found = {"a": _tokens(draw, s.m, s.k), "b": _packed(draw, s.n, s.k)}
+    found = {"a": tokens(draw, (s.m, s.k), "bfloat16"), "b": _packed(draw, s.n, s.k)}
     found["b_descale"] = _scales(draw, s.n, s.k, s.block_size, SfLayout[f"layout_{s.layout}"])
     return {**found, "alpha": _alpha(draw, s.k), "block_size": s.block_size, "out_dtype": dtype_of(s.out_dtype)}
 
@@ -141,21 +134,13 @@ def _make_bmm_mxfp8(draw: Draw, s: Any) -> dict[str, Any]:
     return {"A": a, "B": b.mT, **scales, "dtype": dtype_of(s.out_dtype)}
 
 
-def _groups(draw: Draw, groups: int, m: int) -> Any:
-    """Offsets of groups of m rows; if nasty the second is empty and the third has its rows too."""
-    sizes = [m] * groups
-    if draw.nasty and groups > 2:
-        sizes[1:3] = [0, 2 * m]
-    return draw.offsets(sizes)
-
-
 @sized(group_size=4, m=5, n=72, k=160, block_size=16, layout="linear", out_dtype="bfloat16")
 def _make_grouped_fp4(draw: Draw, s: Any) -> dict[str, Any]:
     of_tokens = _scales(draw, s.group_size * s.m, s.k, s.block_size, SfLayout[f"layout_{s.layout}"])
     found = {"a": _packed(draw, s.group_size * s.m, s.k), "b": _packed(draw, s.group_size, s.n, s.k)}
     found["a_descale"] = draw.rows(of_tokens) if s.layout == "linear" else of_tokens
     found["b_descale"] = _scales(draw, s.n, s.k, s.block_size, SfLayout.layout_128x4, (s.group_size,))
-    found |= {"m_indptr": _groups(draw, s.group_size, s.m), "alpha": _alpha(draw, s.k)}
+    found |= {"m_indptr": groups_of(draw, s.group_size, s.m), "alpha": _alpha(draw, s.k)}
     return {**found, "block_size": s.block_size, "out_dtype": dtype_of(s.out_dtype)}
 
 
@@ -166,7 +151,7 @@ def _make_grouped_mxfp8(draw: Draw, s: Any) -> dict[str, Any]:
         "b": draw.rows(draw.normal((s.group_size, s.n, s.k), "float8_e4m3fn", s.k**-0.5)),
         "a_descale": _scales(draw, s.group_size * s.m, s.k, 32, SfLayout.layout_128x4).view(-1),
         "b_descale": _scales(draw, s.n, s.k, 32, SfLayout.layout_128x4, (s.group_size,)),
-        "m_indptr": _groups(draw, s.group_size, s.m),
+        "m_indptr": groups_of(draw, s.group_size, s.m),
         "out_dtype": dtype_of(s.out_dtype),
     }
 
@@ -187,47 +172,13 @@ def _work(left: str = "a", right: str = "b", transposed: bool = False) -> Callab
 
 
 _SHAPES = ((5, 72, 160), (1, 200, 512), (33, 130, 96), (140, 129, 64), (0, 64, 64), (16, 256, 1024))
-
-
-def _sizes(shapes: Sequence[tuple[int, int, int]], **more: Any) -> tuple[dict[str, Any], ...]:
-    return tuple({"m": m, "n": n, "k": k, **more} for m, n, k in shapes)
-
-
-def _template(
-    name: str,
-    inputs: Mapping[str, Tensor | Scalar],
-    output: str,
-    reference: Callable[..., Any],
-    make: Callable[..., dict[str, Any]],
-    samples: Sequence[Mapping[str, Any]],
-    description: str,
-    work: Callable[[Mapping[str, Any]], Work],
-    others: Sequence[str] = (),
-) -> TraceTemplate:
-    """output: its axes."""
-    result = tensors({"dtype_from_scalar": "dtype" if name == "bmm_mxfp8" else "out_dtype"}, output=output)
-    return TraceTemplate(
-        name,
-        axes_of({**inputs, **result}, **dict.fromkeys(("n", "k", "k_bytes", "group_size"))),
-        inputs,
-        result,
-        reference=(linear, e2m1_values, powers, _scaled_values, reference),
-        op="gemm",
-        make=make,
-        samples=samples,
-        work=work,
-        others=others,
-        description=description,
-        tolerance={"float32": (2e-5, 2e-5)},
-    )
-
-
+_HELPERS = (linear, e2m1_values, powers, _scaled_values)
 _ALPHA: dict[str, Tensor | Scalar] = {
     **tensors({"dtype": "float32", "optional": True}, alpha="one"),
     **options(int32="block_size"),
 }
 _FLAG = options(bool="use_8x4_sf_layout")
-MM_FP4 = _template(
+MM_FP4 = template(
     "mm_fp4",
     {
         **tensors(a="m k_bytes", b="k_bytes n", a_descale="a_scale_rows a_scale_columns"),
@@ -236,51 +187,51 @@ MM_FP4 = _template(
         **_FLAG,
     },
     "m n",
-    _mm_fp4_reference,
+    (*_HELPERS, _mm_fp4_reference),
     _make_mm_fp4,
     (
-        *(*_sizes(_SHAPES), *_sizes(_SHAPES[:3], use_nvfp4=False), *_sizes(_SHAPES[:2], layout="8x4")),
-        *_sizes(_SHAPES[:2], layout="linear", out_dtype="float16"),
-        *_sizes(((7, 40, 48),), out_dtype="float32"),
+        *(*sizes(_SHAPES), *sizes(_SHAPES[:3], use_nvfp4=False), *sizes(_SHAPES[:2], layout="8x4")),
+        *sizes(_SHAPES[:2], layout="linear", out_dtype="float16"),
+        *sizes(((7, 40, 48),), out_dtype="float32"),
     ),
     "The product of fp4 tokens and weights with block scales.",
-    _work(transposed=True),
+    work=_work(transposed=True),
 )
-MM_BF16_FP4 = _template(
+MM_BF16_FP4 = template(
     "mm_bf16_fp4",
     {**tensors(a="m k", b="n k_bytes", b_descale="b_scale_rows b_scale_columns"), **_ALPHA},
     "m n",
-    _mm_bf16_fp4_reference,
+    (*_HELPERS, _mm_bf16_fp4_reference),
     _make_mm_bf16_fp4,
     (
-        *(*_sizes(_SHAPES), *_sizes(_SHAPES[:3], block_size=32), *_sizes(_SHAPES[:2], layout="linear")),
-        *_sizes(_SHAPES[:2], out_dtype="float32"),
+        *(*sizes(_SHAPES), *sizes(_SHAPES[:3], block_size=32), *sizes(_SHAPES[:2], layout="linear")),
+        *sizes(_SHAPES[:2], out_dtype="float32"),
     ),
     "The product of bf16 tokens and fp4 weights with block scales.",
-    _work(),
+    work=_work(),
 )
-MM_MXFP8 = _template(
+MM_MXFP8 = template(
     "mm_mxfp8",
     {**tensors(a="m k", b="k n", a_descale="a_scales", b_descale="b_scales"), **_FLAG},
     "m n",
-    _mm_mxfp8_reference,
+    (*_HELPERS, _mm_mxfp8_reference),
     _make_mm_mxfp8,
-    (*_sizes(_SHAPES), *_sizes(_SHAPES[:2], layout="8x4"), *_sizes(_SHAPES[:1], out_dtype="float32")),
+    (*sizes(_SHAPES), *sizes(_SHAPES[:2], layout="8x4"), *sizes(_SHAPES[:1], out_dtype="float32")),
     "The product of MXFP8 tokens and weights.",
-    _work(transposed=True),
+    work=_work(transposed=True),
 )
-BMM_MXFP8 = _template(
+BMM_MXFP8 = template(
     "bmm_mxfp8",
     tensors(A="batch_size m k", B="batch_size k n", A_scale="a_scales", B_scale="b_scales"),
     "batch_size m n",
-    _bmm_mxfp8_reference,
+    (*_HELPERS, _bmm_mxfp8_reference),
     _make_bmm_mxfp8,
-    _sizes(_SHAPES[:5]),
+    sizes(_SHAPES[:5]),
     "Products of a batch of MXFP8 matrices.",
-    _work("A", "B", True),
+    work=_work("A", "B", True),
 )
 _OF_GROUPS = tensors(b_descale="group_size b_scale_rows b_scale_columns", m_indptr="num_offsets")
-GROUPED_FP4 = _template(
+GROUPED_FP4 = template(
     "grouped_mm_fp4",
     {
         **tensors(a="cum_m k_bytes", b="group_size n k_bytes", a_descale="a_scale_rows a_scale_columns"),
@@ -288,20 +239,20 @@ GROUPED_FP4 = _template(
         **_ALPHA,
     },
     "cum_m n",
-    _grouped_scaled_reference,
+    (*_HELPERS, _grouped_scaled_reference),
     _make_grouped_fp4,
-    (*_sizes(_SHAPES[:3]), *_sizes(_SHAPES[:2], block_size=32, layout="128x4")),
+    (*sizes(_SHAPES[:3]), *sizes(_SHAPES[:2], block_size=32, layout="128x4")),
     "Groups of fp4 tokens times the weights of their experts.",
-    _work(),
+    work=_work(),
 )
-GROUPED_MXFP8 = _template(
+GROUPED_MXFP8 = template(
     "grouped_mm_mxfp8",
     {**tensors(a="cum_m k", b="group_size n k", a_descale="a_scales"), **_OF_GROUPS},
     "cum_m n",
-    _grouped_scaled_reference,
+    (*_HELPERS, _grouped_scaled_reference),
     _make_grouped_mxfp8,
-    _sizes(_SHAPES[:3]),
+    sizes(_SHAPES[:3]),
     "Groups of MXFP8 tokens times the weights of their experts.",
-    _work(),
+    work=_work(),
     others=("sf_layout",),
 )

@@ -106,7 +106,7 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _left(draw: Draw, shape: Sequence[int], dtype: Any) -> Any:
+def tokens(draw: Draw, shape: Sequence[int], dtype: Any) -> Any:
     """Tokens: strided rows, of which the last ends in NaN and, where the dtype has it, the one before in infinity."""
     x = draw.normal(shape, dtype)
     if draw.nasty and x.numel() > 2 * shape[-1]:
@@ -119,6 +119,11 @@ def _left(draw: Draw, shape: Sequence[int], dtype: Any) -> Any:
 def _right(draw: Draw, shape: Sequence[int], dtype: Any) -> Any:
     """Weights, so small that products of 16 bits are N(0, 1); fp8 weights are N(0, 1) and have a scale."""
     return draw.rows(draw.normal(shape, dtype, shape[-1] ** -0.5 if dtype_of(dtype).itemsize == 2 else 1.0))
+
+
+def _operands(draw: Draw, s: Any, left: str, right: str, *batch: int) -> tuple[Any, Any]:
+    """Tokens and weights of a product, or of each of a batch, with their dtypes."""
+    return tokens(draw, (*batch, s.m, s.k), left), _right(draw, (*batch, s.n, s.k), right)
 
 
 def _scale(draw: Draw, shape: Sequence[int], k: int) -> Any:
@@ -135,30 +140,27 @@ def _scale(draw: Draw, shape: Sequence[int], k: int) -> Any:
 
 @sized(m=5, n=72, k=136, dtype="bfloat16", out_dtype="bfloat16", bias=False)
 def _make_mm_bf16(draw: Draw, s: Any) -> dict[str, Any]:
-    found = {
-        "a": _left(draw, (s.m, s.k), s.dtype),
-        "b": _right(draw, (s.n, s.k), s.dtype).mT,
-        "out_dtype": dtype_of(s.out_dtype),
-    }
+    a, b = _operands(draw, s, s.dtype, s.dtype)
+    found = {"a": a, "b": b.mT, "out_dtype": dtype_of(s.out_dtype)}
     return {**found, "bias": draw.normal((s.n,), s.out_dtype)} if s.bias else found
 
 
 @sized(batch_size=3, m=5, n=72, k=136, dtype="bfloat16", out_dtype="bfloat16")
 def _make_bmm_bf16(draw: Draw, s: Any) -> dict[str, Any]:
-    a, b = _left(draw, (s.batch_size, s.m, s.k), s.dtype), _right(draw, (s.batch_size, s.n, s.k), s.dtype)
+    a, b = _operands(draw, s, s.dtype, s.dtype, s.batch_size)
     return {"A": a, "B": b.mT, "out_dtype": dtype_of(s.out_dtype)}
 
 
 @sized(batch_size=3, m=5, n=72, k=144, input_dtype="float8_e4m3fn", mat2_dtype="float8_e4m3fn", out_dtype="bfloat16")
 def _make_bmm_fp8(draw: Draw, s: Any) -> dict[str, Any]:
-    a, b = _left(draw, (s.batch_size, s.m, s.k), s.input_dtype), _right(draw, (s.batch_size, s.n, s.k), s.mat2_dtype)
+    a, b = _operands(draw, s, s.input_dtype, s.mat2_dtype, s.batch_size)
     scales = {name: _scale(draw, (1,), s.k) for name in ("A_scale", "B_scale")}
     return {"A": a, "B": b.mT, **scales, "dtype": dtype_of(s.out_dtype)}
 
 
 @sized(m=5, n=72, k=144, input_dtype="float8_e4m3fn", mat2_dtype="float8_e4m3fn", out_dtype="bfloat16", rowwise=False)
 def _make_mm_fp8(draw: Draw, s: Any) -> dict[str, Any]:
-    found = {"a": _left(draw, (s.m, s.k), s.input_dtype), "b": _right(draw, (s.n, s.k), s.mat2_dtype)}
+    found = {"a": tokens(draw, (s.m, s.k), s.input_dtype), "b": _right(draw, (s.n, s.k), s.mat2_dtype)}
     if s.rowwise:
         found |= {"a_scale": _scale(draw, (s.m,), s.k), "b_scale": _scale(draw, (s.n,), s.k)}
     else:
@@ -167,12 +169,12 @@ def _make_mm_fp8(draw: Draw, s: Any) -> dict[str, Any]:
 
 
 def _make_tinygemm(draw: Draw, *, m: int = 5, n: int = 72, k: int = 136, bias: bool = True) -> dict[str, Any]:
-    found = {"input": _left(draw, (m, k), "bfloat16"), "weight": _right(draw, (n, k), "bfloat16")}
+    found = {"input": tokens(draw, (m, k), "bfloat16"), "weight": _right(draw, (n, k), "bfloat16")}
     found["out"] = draw.empty((m, n), "bfloat16")
     return {**found, "bias": draw.normal((n,), "bfloat16")} if bias else found
 
 
-def _groups(draw: Draw, groups: int, m: int) -> Any:
+def groups_of(draw: Draw, groups: int, m: int) -> Any:
     """Offsets of groups of m rows; if nasty the second is empty and the third has its rows too."""
     sizes = [m] * groups
     if draw.nasty and groups > 2:
@@ -182,16 +184,16 @@ def _groups(draw: Draw, groups: int, m: int) -> Any:
 
 @sized(group_size=4, m=5, n=72, k=144, dtype="bfloat16", out_dtype="bfloat16")
 def _make_grouped(draw: Draw, s: Any) -> dict[str, Any]:
-    a, b = _left(draw, (s.group_size * s.m, s.k), s.dtype), _right(draw, (s.group_size, s.n, s.k), s.dtype)
-    found = {"a": a, "b": b, "m_indptr": _groups(draw, s.group_size, s.m), "out_dtype": dtype_of(s.out_dtype)}
+    a, b = tokens(draw, (s.group_size * s.m, s.k), s.dtype), _right(draw, (s.group_size, s.n, s.k), s.dtype)
+    found = {"a": a, "b": b, "m_indptr": groups_of(draw, s.group_size, s.m), "out_dtype": dtype_of(s.out_dtype)}
     return found if a.dtype.itemsize == 2 else {**found, "alpha": _scale(draw, (1,), s.k * s.k)}
 
 
 @sized(batch_size=5, m=7, n=72, k=136, num_weights=3, dtype="bfloat16", column_major=True)
 def _make_segment(draw: Draw, s: Any) -> dict[str, Any]:
     weights = _right(draw, (s.num_weights, s.n, s.k) if s.column_major else (s.num_weights, s.k, s.n), s.dtype)
-    found = {"x": _left(draw, (s.batch_size * s.m, s.k), s.dtype), "weights": weights, "batch_size": s.batch_size}
-    found |= {"weight_column_major": s.column_major, "seg_indptr": _groups(draw, s.batch_size, s.m).long()}
+    found = {"x": tokens(draw, (s.batch_size * s.m, s.k), s.dtype), "weights": weights, "batch_size": s.batch_size}
+    found |= {"weight_column_major": s.column_major, "seg_indptr": groups_of(draw, s.batch_size, s.m).long()}
     return {**found, "weight_indices": draw.integers(0, s.num_weights, (s.batch_size,), "int64")}
 
 
@@ -205,11 +207,7 @@ def _major(shape: tuple[int, int], mode: str) -> tuple[int, int]:
 
 @sized(m=5, n=200, k=384, mode="MN", rows=1, out_dtype="bfloat16")
 def _make_groupwise(draw: Draw, s: Any) -> dict[str, Any]:
-    a, b, blocks = (
-        _left(draw, (s.m, s.k), "float8_e4m3fn"),
-        _right(draw, (s.n, s.k), "float8_e4m3fn"),
-        _ceil(s.k, _BLOCK),
-    )
+    (a, b), blocks = _operands(draw, s, "float8_e4m3fn", "float8_e4m3fn"), _ceil(s.k, _BLOCK)
     rows = {"a_scale": _ceil(s.m, s.rows), "b_scale": _ceil(s.n, _BLOCK)}
     scales = {name: _scale(draw, _major((n, blocks), s.mode), s.k) for name, n in rows.items()}
     found = {"a": a, "b": b, **scales, "scale_major_mode": s.mode, "out_dtype": dtype_of(s.out_dtype)}
@@ -219,7 +217,7 @@ def _make_groupwise(draw: Draw, s: Any) -> dict[str, Any]:
 def _make_groups(draw: Draw, groups: int, m: int, n: int, k: int, mode: str = "K") -> dict[str, Any]:
     """Rows of groups, m each, with their weights and scales."""
     blocks, rows = _ceil(k, _BLOCK), groups * m
-    found = {"a": _left(draw, (rows, k), "float8_e4m3fn"), "b": _right(draw, (groups, n, k), "float8_e4m3fn")}
+    found = {"a": tokens(draw, (rows, k), "float8_e4m3fn"), "b": _right(draw, (groups, n, k), "float8_e4m3fn")}
     found["a_scale"] = _scale(draw, _major((rows, blocks), mode), k)
     return {**found, "b_scale": _scale(draw, (groups, *_major((_ceil(n, _BLOCK), blocks), mode)), k)}
 
@@ -227,7 +225,7 @@ def _make_groups(draw: Draw, groups: int, m: int, n: int, k: int, mode: str = "K
 @sized(group_size=4, m=8, n=200, k=256, mode="MN", out_dtype="bfloat16")
 def _make_group_groupwise(draw: Draw, s: Any) -> dict[str, Any]:
     found = _make_groups(draw, s.group_size, s.m, s.n, s.k, s.mode)
-    indptr, out_dtype = _groups(draw, s.group_size, s.m), dtype_of(s.out_dtype)
+    indptr, out_dtype = groups_of(draw, s.group_size, s.m), dtype_of(s.out_dtype)
     return {**found, "m_indptr": indptr, "scale_major_mode": s.mode, "out_dtype": out_dtype}
 
 
@@ -235,14 +233,15 @@ def _make_group_groupwise(draw: Draw, s: Any) -> dict[str, Any]:
 def _make_group_deepgemm(draw: Draw, s: Any) -> dict[str, Any]:
     """m is a multiple of 128."""
     groups = draw.permutation(s.group_size).repeat_interleave(s.m)
-    return {**_make_groups(draw, s.group_size, s.m, s.n, s.k), "m_indices": groups, "out_dtype": dtype_of(s.out_dtype)}
+    found = _make_groups(draw, s.group_size, s.m, s.n, s.k)
+    return {**found, "m_indices": groups, "out_dtype": dtype_of(s.out_dtype)}
 
 
 @sized(group_size=3, m=6, n=200, k=256, out_dtype="bfloat16")
 def _make_batch_deepgemm(draw: Draw, s: Any) -> dict[str, Any]:
     """All rows of a group exist, so that all of out is written."""
     blocks = _ceil(s.k, _BLOCK)
-    a, b = (make(draw, (s.group_size, n, s.k), "float8_e4m3fn") for make, n in ((_left, s.m), (_right, s.n)))
+    a, b = _operands(draw, s, "float8_e4m3fn", "float8_e4m3fn", s.group_size)
     rows = {"a_scale": s.m, "b_scale": _ceil(s.n, _BLOCK)}
     scales = {name: _scale(draw, (s.group_size, n, blocks), s.k) for name, n in rows.items()}
     found = {"a": a, "b": b, **scales, "masked_m": draw.int32([s.m] * s.group_size)}
@@ -251,7 +250,7 @@ def _make_batch_deepgemm(draw: Draw, s: Any) -> dict[str, Any]:
 
 @sized(m=5, n=192, k=384, input_dtype="bfloat16", mat2_dtype="float8_e4m3fn", out_dtype="bfloat16")
 def _make_blockscale(draw: Draw, s: Any) -> dict[str, Any]:
-    found = {"input": _left(draw, (s.m, s.k), s.input_dtype), "weight": _right(draw, (s.n, s.k), s.mat2_dtype)}
+    found = {"input": tokens(draw, (s.m, s.k), s.input_dtype), "weight": _right(draw, (s.n, s.k), s.mat2_dtype)}
     if dtype_of(s.input_dtype).itemsize == 1:
         found["input_scale"] = _scale(draw, (s.m, _ceil(s.k, _BLOCK)), s.k)
     if dtype_of(s.mat2_dtype).itemsize == 1:
@@ -280,7 +279,7 @@ _SHAPES = ((5, 72, 136), (1, 64, 512), (17, 33, 7), (130, 129, 100), (0, 64, 64)
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
-def _sizes(shapes: Sequence[tuple[int, int, int]], **more: Any) -> tuple[dict[str, Any], ...]:
+def sizes(shapes: Sequence[tuple[int, int, int]], **more: Any) -> tuple[dict[str, Any], ...]:
     return tuple({"m": m, "n": n, "k": k, **more} for m, n, k in shapes)
 
 
@@ -302,7 +301,7 @@ def _first_rows(a: Any, masked_m: Any, **_: Any) -> dict[str, Any]:
     return {"output": (torch.arange(a.shape[1]) < masked_m.unsqueeze(-1)).unsqueeze(-1)}
 
 
-def _template(
+def template(
     name: str,
     inputs: Mapping[str, Tensor | Scalar],
     output: str,
@@ -312,10 +311,11 @@ def _template(
     description: str,
     **more: Any,
 ) -> TraceTemplate:
-    """output: its axes. Those of n and k are constant, as a model fixes them."""
-    fixed = ("num_weights", "rows", "columns") if "weights" in inputs else ("n", "k", "group_size")
-    result = tensors({"dtype_from_scalar": "dtype" if name == "bmm_fp8" else "out_dtype"}, output=output)
-    work = more.pop("work", _work())
+    """A product. output: its axes. Those of n and k are constant, as a model fixes them."""
+    fixed = ("num_weights", "rows", "columns") if "weights" in inputs else ("n", "k", "k_bytes", "group_size")
+    result = tensors(
+        {"dtype_from_scalar": "dtype" if name.startswith("bmm_") and "bf16" not in name else "out_dtype"}, output=output
+    )
     return TraceTemplate(
         name,
         axes_of({**inputs, **result}, **dict.fromkeys(fixed)),
@@ -325,7 +325,7 @@ def _template(
         op="gemm",
         make=make,
         samples=samples,
-        work=work,
+        work=more.pop("work", _work()),
         description=description,
         tolerance={"float32": (2e-5, 2e-5)},
         **more,
@@ -335,77 +335,81 @@ def _template(
 _SCALES = {"dtype": "float32", "optional": True}  # that a call may leave out
 _BIAS = tensors({"optional": True}, bias="n")
 _OF_GROUPS = tensors(a="cum_m k", b="group_size n k", m_indptr="num_offsets")
-MM_BF16 = _template(
+MM_BF16 = template(
     "mm_bf16",
     {**tensors(a="m k", b="k n"), **_BIAS},
     "m n",
     _mm_bf16_reference,
     _make_mm_bf16,
-    (*_sizes(_SHAPES), *_sizes(_SHAPES[:3], dtype="float16", out_dtype="float32"), *_sizes(_SHAPES[:1], bias=True)),
+    (
+        *sizes(_SHAPES),
+        *sizes(_SHAPES[:3], dtype="float16", out_dtype="float32"),
+        *sizes(_SHAPES[:1], bias=True),
+    ),
     "The product of tokens and transposed weights.",
     work=_work(transposed=False),
 )
-BMM_BF16 = _template(
+BMM_BF16 = template(
     "bmm_bf16",
     tensors(A="batch_size m k", B="batch_size k n"),
     "batch_size m n",
     _bmm_bf16_reference,
     _make_bmm_bf16,
-    _sizes(_SHAPES),
+    sizes(_SHAPES),
     "Products of a batch of matrices.",
     work=_work("A", "B", False),
 )
-BMM_FP8 = _template(
+BMM_FP8 = template(
     "bmm_fp8",
     tensors(A="batch_size m k", B="batch_size k n", A_scale="one", B_scale="one"),
     "batch_size m n",
     _bmm_fp8_reference,
     _make_bmm_fp8,
-    (*_sizes(_SHAPES), *_sizes(_SHAPES[:2], mat2_dtype=_FP8[1]), *_sizes(_SHAPES[:2], input_dtype=_FP8[1])),
+    (*sizes(_SHAPES), *sizes(_SHAPES[:2], mat2_dtype=_FP8[1]), *sizes(_SHAPES[:2], input_dtype=_FP8[1])),
     "Products of a batch of fp8 matrices with one scale for each operand.",
     work=_work("A", "B", False),
 )
-MM_FP8 = _template(
+MM_FP8 = template(
     "mm_fp8",
     {**tensors(a="m k", b="n k"), **tensors(_SCALES, alpha="one", a_scale="m", b_scale="n")},
     "m n",
     _mm_fp8_reference,
     _make_mm_fp8,
-    (*_sizes(_SHAPES), *_sizes(_SHAPES[:3], rowwise=True)),
+    (*sizes(_SHAPES), *sizes(_SHAPES[:3], rowwise=True)),
     "The product of fp8 tokens and weights, with one scale or scales of rows.",
 )
-TINYGEMM = _template(
+TINYGEMM = template(
     "tinygemm_bf16",
     {**tensors(input="m k", weight="n k", out="m n"), **_BIAS},
     "m n",
     _tinygemm_reference,
     _make_tinygemm,
-    (*_sizes(_SHAPES[:4]), *_sizes(_SHAPES[:2], bias=False)),
+    (*sizes(_SHAPES[:4]), *sizes(_SHAPES[:2], bias=False)),
     "A linear layer of few tokens.",
     work=_work("input", "weight"),
     outputs=tensors({"param": "out", "dtype_from": "out"}, output="m n"),
 )
-GROUPED_BF16 = _template(
+GROUPED_BF16 = template(
     "grouped_mm_bf16",
     _OF_GROUPS,
     "cum_m n",
     (_groups_reference, _grouped_reference),
     _make_grouped,
-    (*_sizes(_SHAPES[:4]), {"group_size": 40, "m": 2}),
+    (*sizes(_SHAPES[:4]), {"group_size": 40, "m": 2}),
     "Groups of tokens times the weights of their experts.",
     written=_rows_of_groups,
 )
-GROUPED_FP8 = _template(
+GROUPED_FP8 = template(
     "grouped_mm_fp8",
     {**_OF_GROUPS, **tensors(_SCALES, alpha="one")},
     "cum_m n",
     (_groups_reference, _grouped_reference),
     with_sizes(_make_grouped, ("dtype",), dtype="float8_e4m3fn"),
-    _sizes(_SHAPES[:4]),
+    sizes(_SHAPES[:4]),
     "Groups of fp8 tokens times the weights of their experts.",
     written=_rows_of_groups,
 )
-SEGMENT = _template(
+SEGMENT = template(
     "segment_gemm",
     {
         **tensors(x="cum_m k", weights="num_weights rows columns", seg_indptr="num_offsets"),
@@ -424,7 +428,7 @@ SEGMENT = _template(
     outputs=tensors({"dtype_from": "x"}, output="cum_m n"),
 )
 _MODE = options(string="scale_major_mode")
-GROUPWISE = _template(
+GROUPWISE = template(
     "gemm_fp8_nt_groupwise",
     {
         **tensors(a="m k", b="n k", a_scale="a_scale_rows a_scale_columns", b_scale="b_scale_rows b_scale_columns"),
@@ -436,7 +440,7 @@ GROUPWISE = _template(
     ({}, {"mode": "K"}, {"m": 1, "n": 128, "k": 128}, {"m": 300, "rows": 128}, {"m": 0}, {"m": 130, "n": 129}),
     "The product of fp8 operands with a scale for every 128 values of k.",
 )
-GROUP_GROUPWISE = _template(
+GROUP_GROUPWISE = template(
     "group_gemm_fp8_nt_groupwise",
     {
         **_OF_GROUPS,
@@ -450,7 +454,7 @@ GROUP_GROUPWISE = _template(
     "As gemm_fp8_nt_groupwise for groups of tokens.",
     written=_rows_of_groups,
 )
-GROUP_DEEPGEMM = _template(
+GROUP_DEEPGEMM = template(
     "group_deepgemm_fp8_nt_groupwise",
     {
         **tensors(a="cum_m k", b="group_size n k", a_scale="cum_m k_blocks", b_scale="group_size n_blocks k_blocks"),
@@ -463,7 +467,7 @@ GROUP_DEEPGEMM = _template(
     "As gemm_fp8_nt_groupwise where each row has the index of its weights.",
     written=_rows_of_indices,
 )
-BATCH_DEEPGEMM = _template(
+BATCH_DEEPGEMM = template(
     "batch_deepgemm_fp8_nt_groupwise",
     {
         **tensors(a="group_size m k", b="group_size n k", masked_m="group_size"),
@@ -476,7 +480,7 @@ BATCH_DEEPGEMM = _template(
     "As gemm_fp8_nt_groupwise for the first rows of each group.",
     written=_first_rows,
 )
-BLOCKSCALE_SM90 = _template(
+BLOCKSCALE_SM90 = template(
     "fp8_blockscale_gemm_sm90",
     {
         **tensors(input="m k", weight="n k"),

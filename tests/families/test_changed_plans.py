@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from families.harness import assert_close
 from families.prefill_batch import batch, workspace
 from families.test_failed_plan import SUBJECTS, Subject
+from fi_core.attention.schedule import DecodePlan
 from fi_core.attention.wrappers.side_by_side import divide
 from fi_core.decode import BatchDecodeWithPagedKVCacheWrapper
 from fi_core.prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -149,3 +151,32 @@ def test_the_mask_of_the_last_plan(subject: str) -> None:
         assert torch.equal(found, out_of(fresh, b))
     w.wrapper._causal = not w.wrapper._causal
     assert torch.equal(out_of(w, b), found), "a mask takes the place of the causal one"
+
+
+def test_plans_of_many_page_counts_keep_little() -> None:
+    """With fixed_split_size the buffers depend on the number of pages, which differs in each step of an engine."""
+    b = batch(LENS)
+    w = SUBJECTS["decode"](b)
+    counts = []
+    for pages in range(1, 151):
+        w.planned(indices=torch.zeros(w.plan["indices"].numel() + pages, dtype=torch.int32), fixed_split_size=1)
+        if pages % 50 == 0:
+            counts.append(sum(type(x) is DecodePlan for x in gc.get_objects()))
+    assert max(counts) < 100, counts
+
+
+@pytest.mark.parametrize(
+    ("planned", "argument", "value"),
+    [
+        ({"window_right": 0}, "window_right", 0.0),
+        ({"window_right": 1}, "window_right", True),
+        ({"page_size": 16}, "page_size", 16.0),
+    ],
+)
+def test_an_equal_value_of_another_type_is_checked_like_the_first(
+    planned: dict[str, Any], argument: str, value: Any
+) -> None:
+    w = SUBJECTS["decode"](batch(LENS))
+    w.planned(**planned)
+    with pytest.raises((TypeError, ValueError), match=argument):
+        w.planned(**{argument: value})

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from fi_core.runtime.dispatch import Choice
 
-_MOST_SHAPES = 64  # of a wrapper; an engine may plan batches of many sizes
+_MOST_KEPT = 64  # shapes of a wrapper, and sizes of a shape; an engine may plan batches of many
 
 
 def check_results(
@@ -56,28 +56,36 @@ def run_scales(
     return sm_scale, out_scale, () if all(x is None for x in tensors) else tensors
 
 
+def keep(table: dict[Any, Any], key: Any, value: Any) -> Any:
+    """Adds a value to a table, which is emptied when it is full, and returns the value."""
+    if len(table) >= _MOST_KEPT:
+        table.clear()
+    table[key] = value
+    return value
+
+
 class Shapes:
     """What plans of the same arguments share, by these arguments: only their tables differ. It is of a wrapper's
     workspaces.
     """
 
     def __init__(self) -> None:
-        self._found: dict[Any, tuple[Any, dict[Any, Any]]] = {}
+        self._found: dict[Any, tuple[tuple[type, ...], tuple[Any, dict[Any, Any]]]] = {}
 
     def find(self, key: tuple[Any, ...]) -> tuple[Any, dict[Any, Any]] | None:
         """A plan without tables, and what else is kept with it; None: it is not known, or an argument is refused."""
         try:
-            return None if rehearsal() else self._found.get(key)
-        except TypeError:  # not hashable
+            types, found = self._found[key]
+        except (KeyError, TypeError):  # not known, or not hashable
             return None
+        # 0, 0.0 and False are equal, and an argument may require one of them.
+        return found if types == tuple(map(type, key)) and not rehearsal() else None
 
     def keep(self, key: tuple[Any, ...], plan: Any) -> tuple[Any, dict[Any, Any]]:
-        if len(self._found) == _MOST_SHAPES:
-            self._found.clear()
         found = plan, dict[Any, Any]()
         # Tensors and arrays may change in place, or are not hashable.
         if not rehearsal() and not any(hasattr(x, "shape") for x in key):
-            self._found[key] = found
+            keep(self._found, key, (tuple(map(type, key)), found))
         return found
 
 

@@ -29,7 +29,7 @@ from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import Facts
 from fi_core.attention.schedule import DecodePlan, DecodeWorkspaces, split_kv_of
 from fi_core.attention.wrappers import planners
-from fi_core.attention.wrappers.base import BatchWrapper, check_results, of_plan
+from fi_core.attention.wrappers.base import BatchWrapper, check_results, keep, of_plan
 from fi_core.attention.wrappers.decode_arguments import BACKENDS, FOREIGN, check_lengths, deprecated_positional, lengths
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
@@ -314,7 +314,7 @@ class BatchDecodePlan(BatchWrapper):
             most_ctas,
         ) = key  # fmt: skip
         check_shape(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
-        if not isinstance(window_right, int) or window_right < -1:
+        if type(window_right) is not int or window_right < -1:
             raise ValueError(f"window_right: -1 or more is required; got {window_right!r}")
         plan = DecodePlan(
             kv_layout=self._plan.kv_layout, backend=self._plan.backend, most_ctas=most_ctas, batch_size=batch_size,
@@ -407,7 +407,7 @@ class BatchDecodePlan(BatchWrapper):
         if found is None:
             found = self._workspaces.sized(plan, work)
             if sized is not None:
-                sized[work] = found
+                keep(sized, work, found)
         plan = found.replace(lengths=lengths, **tables)
         self._schedule(plan)
         self.last_choice = plan.choice

@@ -294,8 +294,9 @@ def test_a_workspace_that_is_too_small_says_how_much_is_needed() -> None:
     assert_close(small.run(p.q, p.cache), p.expected()[0])
     longer = paged([50000, 1], page_size=16)
     assert small.workspace_size(*longer.plan_arguments()) == (need, own), "lengths do not matter"
-    with pytest.warns(DeprecationWarning, match="workspace_size: pass pos_encoding_mode, window_left by keyword"):
-        assert small.workspace_size(*p.plan_arguments(), "NONE", -1) == (need, own)
+    none = (None,) * 10  # from logits_soft_cap on
+    assert small.workspace_size(*p.plan_arguments(), "NONE", -1, *none) == (need, own)
+    assert small.workspace_size(*longer.plan_arguments(), "NONE", -1, *none, 1, False)[0] > need, "fixed_split_size"
 
 
 @pytest.mark.usefixtures("checked")
@@ -328,7 +329,7 @@ def test_positional_options_warn() -> None:
     assert engine(wrapper).window_left == 5
     with pytest.raises(TypeError, match="plan: window_left given by position and by keyword"):
         wrapper.plan(*p.plan_arguments(), "NONE", 5, window_left=-1)
-    with pytest.raises(TypeError, match="plan: at most 23 positional arguments are taken; got 24"):
+    with pytest.raises(TypeError, match="plan: at most 16 options may go by position; got 17"):
         wrapper.plan(*p.plan_arguments(), *[None] * 17)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

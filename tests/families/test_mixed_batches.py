@@ -243,7 +243,7 @@ def test_shared_prefix(kv_layout: str, device: str) -> None:
 
 
 @pytest.mark.jit
-@pytest.mark.parametrize("windows", [(-1, -1), (12, 30)])
+@pytest.mark.parametrize("windows", [(-1, -1), (12, 30), (0, 0)])
 def test_bidirectional_ranges(windows: tuple[int, int], device: str) -> None:
     b = batch([(40, 60), (16, 16), (0, 5), (1, 20)], heads=(4, 2), dims=(64, 64), device=device)
     spans = [[(25, 34), (40, 55)], [(0, 7), (9, 15)], [], []]  # keys of each request that see each other
@@ -257,16 +257,24 @@ def test_bidirectional_ranges(windows: tuple[int, int], device: str) -> None:
             inside = ((position >= first) & (position <= last))[:, 0]
             span[inside] = torch.tensor([first, last], dtype=torch.int32)
             keys = (torch.arange(kv_len) >= first) & (torch.arange(kv_len) <= last)
-            near = (distance <= windows[1]) if windows[1] >= 0 else torch.ones_like(mask)
+            near = (distance < windows[1]) if windows[1] > 0 else torch.ones_like(mask)
             mask |= inside[:, None] & keys & near
         ranges.append(span)
         masks.append(mask)
-    w = fi_core.BatchPrefillWithCausalBidirectionalRangesWrapper(workspace(device))
-    w.plan(*b.paged_plan(), window_left=windows[0], range_window_left=windows[1], logits_soft_cap=4.0)
+    w = fi_core.BatchPrefillWithCausalBidirectionalRangesWrapper(
+        workspace(device), q_data_type=b.q.dtype, kv_data_type=b.q.dtype, head_dim_qk=64, head_dim_vo=64
+    )
+    w.plan(*b.paged_plan(), logits_soft_cap=4.0)
     every = torch.cat(ranges).to(device)
-    out, lse = w.run_return_lse(b.q, b.cache, every)
+    out, lse = w.forward_return_lse(b.q, b.cache, every, *windows)
     want, want_lse = b.expected(masks, logits_soft_cap=4.0)
     assert_close(out, want)
     assert_close(lse, want_lse, tolerance=LSE)
-    with pytest.raises(ValueError, match="bidirectional_ranges"):
+    with pytest.raises(ValueError, match="one row per query token"):
         w.run(b.q, b.cache, every[:-1])
+    with pytest.raises(ValueError, match=r"q_data_type: torch\.float16 of the constructor is required"):
+        w.plan(*b.paged_plan(), q_data_type="bfloat16")
+    with pytest.raises(NotImplementedError, match="causal: not supported"):
+        w.plan(*b.paged_plan(), causal=True)
+    with pytest.raises(NotImplementedError, match="window_left"):
+        w.plan(*b.paged_plan(), window_left=3)

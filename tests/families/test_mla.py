@@ -175,8 +175,7 @@ def test_fp8_cache(qo_len: int, heads: int, by_group: bool, device: str) -> None
 
 
 def test_lse_base_and_buffers(device: str) -> None:
-    b = batch((65, 0, 7), device=device)
-    wrapper = Wrapper(workspace(device))
+    b, wrapper = batch((65, 0, 7), device=device), Wrapper(workspace(device))
     wrapper.plan(*b.plan_arguments())
     want, want_lse = wrapper.run(*b.run_arguments(), return_lse=True)
     out, lse = torch.empty_like(want), torch.empty_like(want_lse)
@@ -211,7 +210,8 @@ def test_a_graph_wrapper_keeps_its_buffers(device: str) -> None:
         assert engine(wrapper).kv_indices_buf is buffers
         assert_close(wrapper.run(*b.run_arguments()), b.expected()[0], tolerance=TOLERANCE[b.q.dtype])
     buffers[: first.kv_indices.numel()] = first.kv_indices
-    for plan in (engine(wrapper).cached_module.plan, get_batch_mla_module("fa3").plan.default):
+    module = get_batch_mla_module("fa3", *[first.q.dtype] * 3, torch.int32, 512, 64, False)
+    for plan in (engine(wrapper).cached_module.plan, module.plan.default):
         plan(
             *engine(wrapper).workspaces,
             first.qo_indptr.cpu(), first.kv_indptr.cpu(), first.kv_len.cpu(), 16, 512, False,

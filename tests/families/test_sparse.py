@@ -66,7 +66,10 @@ def test_a_pattern_of_blocks(
         assert_close(out, want)
         assert_close(lse, want_lse, tolerance=LSE)
         into = torch.empty_like(out)
-        assert w.forward(q, k, v, out=into) is into and torch.equal(into, out)
+        assert w.run(q, k, v, out=into) is into and torch.equal(into, out)
+    assert_close(w.forward(q, k, v), attention(q, *finite(k, v), custom_mask=dense)[0])
+    late = w.forward(q, k, v, logits_soft_cap=5.0, sm_scale=0.3)
+    assert torch.equal(late, out), "forward replaces the options of the plan"
     w.plan(*bsr(blocks, device), m, n, r, c, *heads, dim, q_data_type=dtype)
     assert w.run(q, k, v).dtype is torch.float16, "the default of o_data_type"
 
@@ -146,6 +149,25 @@ def test_blocks_of_different_sizes(unit: int, device: str) -> None:
         want, want_lse = attention(q[head][:, None], k_, v_, custom_mask=dense[kv], sm_scale=0.2)
         assert_close(out[head][:, None], want)
         assert_close(lse[head][:, None], want_lse, tolerance=LSE)
+    w.plan(blocks.to(device), rows.to(device), columns.to(device), heads * group, heads, dim)
+    assert torch.equal(w.forward(q, k, v, "NONE", False, None, 0.2), out)
+
+
+@pytest.mark.parametrize("made", [BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper])
+def test_other_workspaces(made: Any, device: str) -> None:
+    w = made(workspace(device))
+    small = torch.empty(64, dtype=torch.uint8, device=device)
+    w.reset_workspace_buffer(workspace(device), small)
+    plan = {
+        BlockSparseAttentionWrapper: (torch.tensor([0, 1]).int(), torch.tensor([0]).int(), 16, 16, 16, 16, 4, 2, 64),
+        VariableBlockSparseAttentionWrapper: (
+            torch.ones(2, 1, 1, dtype=torch.bool), torch.full((2, 1), 16), torch.full((2, 1), 16), 4, 2, 64,
+        ),
+    }[made]  # fmt: skip
+    with pytest.raises(ValueError, match=r"int_workspace_buffer: .* got 64"):
+        w.plan(*plan)
+    with pytest.raises(RuntimeError, match="prewarm_paged_kv_stride_variant: the last plan failed"):
+        w.prewarm_paged_kv_stride_variant()
 
 
 def test_wrong_arguments_are_named(device: str) -> None:

@@ -228,9 +228,12 @@ def shared_prefix() -> Iterator[Run]:
 def ranges() -> Iterator[Run]:
     b = batch([(6, 20), (8, 8)])
     spans = torch.tensor([[-1, -1]] * 3 + [[17, 19]] * 3 + [[0, 3]] * 4 + [[-1, -1]] * 4, dtype=torch.int32)
-    w = BatchPrefillWithCausalBidirectionalRangesWrapper(workspace("cpu"))
-    w.plan(*b.paged_plan(), window_left=9)
-    yield Run("ranges", w, {"q": b.q, "paged_kv_cache": b.cache, "bidirectional_ranges": spans})
+    types = {"q_data_type": b.q.dtype, "kv_data_type": b.q.dtype}
+    dims = {"head_dim_qk": b.dims[0], "head_dim_vo": b.dims[1]}
+    w = BatchPrefillWithCausalBidirectionalRangesWrapper(workspace("cpu"), **types, **dims)
+    w.plan(*b.paged_plan())
+    given = {"q": b.q, "paged_kv_cache": b.cache, "bidirectional_ranges": spans, "causal_window_left": 9}
+    yield Run("ranges", w, given)
 
 
 def nvfp4(layout: str = "NHD") -> Iterator[Run]:

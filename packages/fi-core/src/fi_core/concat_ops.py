@@ -87,12 +87,12 @@ def concat_mla_k(k: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, *,
         k: `[n, heads, nope + rope]`; any dtype of whole bytes and any strides with a contiguous last dimension.
         k_nope: `[n, heads, nope]`, likewise, of k's dtype.
         k_rope: `[n, 1, rope]`, likewise; all heads share it.
-        backend: "default", the kernel of this library.
+        backend: "default" and "cake" mean the same kernel.
 
     Raises:
-        ValueError: a shape, stride, device or the backend is wrong.
+        ValueError: a shape, stride, device or backend is wrong.
         TypeError: a dtype is wrong.
     """
-    if backend != "default":
-        raise ValueError(f'backend: "default" is required, which names the only kernel; got {backend!r}')
+    if backend not in ("default", "cake"):
+        raise ValueError(f'backend: "default" or "cake" is required; got {backend!r}')
     _concat_mla_k(k, k_nope, k_rope)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from fi_core.runtime.errors import UnknownWordError, blame
+from fi_core.runtime.errors import UnknownWordError, blame, unsupported
 from fi_core.runtime.launch.torch_op import unreadable
 from fi_core.utils import (
     PosEncodingMode,
@@ -297,12 +297,6 @@ def check_nvfp4(kv_cache_sf: Any, keys: torch.Tensor, name: str) -> None:
         raise ValueError(f"kv_cache_sf: the scales of {name} are required, since uint8 is NVFP4; got None")
     if not nvfp4 and kv_cache_sf is not None:
         raise ValueError(f"kv_cache_sf: {name} of uint8, which is NVFP4, is required with it; got {keys.dtype}")
-
-
-def unsupported(name: str, came: Any, instead: str) -> NotImplementedError:
-    """The error for an argument value that no kernel supports; `instead` is the advice."""
-    got = f"{came.dtype} of shape {tuple(came.shape)}" if hasattr(came, "shape") else repr(came)
-    return NotImplementedError(f"{name}: not supported, {instead}; got {got}")
 
 
 def refuse_nvfp4(out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size: Any) -> None:

@@ -118,9 +118,14 @@ def refuse(instead: str, **options: Any) -> None:
     """Raises NotImplementedError for the first option that is set, so neither None nor False nor 0; says what to do."""
     for name, value in options.items():
         if value is not None and not (isinstance(value, (int, float)) and value == 0):
-            shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-            got = repr(value) if shape is None else f"{dtype} of shape {tuple(shape)}"
-            raise NotImplementedError(f"{name}: not supported, {instead}; got {got}")
+            raise unsupported(name, value, instead)
+
+
+def unsupported(name: str, came: Any, instead: str) -> NotImplementedError:
+    """The error for an argument value that no kernel supports; `instead` is the advice."""
+    shape, dtype = getattr(came, "shape", None), getattr(came, "dtype", None)
+    got = repr(came) if shape is None else f"{dtype} of shape {tuple(shape)}"
+    return NotImplementedError(f"{name}: not supported, {instead}; got {got}")
 
 
 def missing_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fi_core.attention.contract import results, unsupported
+from fi_core.attention.contract import results
 from fi_core.attention.cudnn.graph import Operand, attend, dense, frontend, packed, paged_keys, per_request
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import unsupported
 from fi_core.utils import constants
 
 if TYPE_CHECKING:

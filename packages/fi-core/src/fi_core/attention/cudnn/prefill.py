@@ -6,10 +6,11 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
-from fi_core.attention.contract import results, unsupported
+from fi_core.attention.contract import results
 from fi_core.attention.cudnn import graph
 from fi_core.attention.cudnn.graph import Operand, packed, per_request
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import unsupported
 from fi_core.utils import int32_index
 
 if TYPE_CHECKING:

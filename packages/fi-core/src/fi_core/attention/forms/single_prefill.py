@@ -14,6 +14,7 @@ from fi_core.attention.ops.single import attend, single_choice
 from fi_core.attention.reference import attend_request
 from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Scalar, Tensor
+from fi_core.runtime.errors import unsupported
 from fi_core.runtime.returns import setting_lse, with_lse
 from fi_core.utils import MaskMode
 
@@ -252,7 +253,7 @@ def single_prefill_with_kv_cache_with_jit_module(
     from fi_core.attention.custom import custom_attention
 
     if mask_mode == MaskMode.MULTIITEMSCORING.value:
-        raise contract.unsupported("mask_mode", mask_mode, "items (3) are an option of plan of the batch wrappers")
+        raise unsupported("mask_mode", mask_mode, "items (3) are an option of plan of the batch wrappers")
     if mask_mode not in (mode.value for mode in MaskMode):
         raise ValueError(f"mask_mode: a value of MaskMode is required, 0 to 2; got {mask_mode}")
     causal = mask_mode == MaskMode.CAUSAL.value

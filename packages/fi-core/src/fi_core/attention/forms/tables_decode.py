@@ -6,13 +6,14 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.attention import contract
-from fi_core.attention.contract import LAYOUTS, code, row_elements, scale_product, scales_of, unsupported, viewed
+from fi_core.attention.contract import LAYOUTS, code, row_elements, scale_product, scales_of, viewed
 from fi_core.attention.forms.decode_masks import mask_of_rank, pages_of_heads
 from fi_core.attention.forms.decode_trace import tables_trace
 from fi_core.attention.forms.tables_plan import BlockTablesPlan, buffers_in, step_of
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import Facts
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import unsupported
 from fi_core.runtime.returns import with_lse
 from fi_core.utils import ceil_div, check_shape_dtype_device, int32_index
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention import contract
-from fi_core.attention.contract import LAYOUTS, code, kv_type, results, row_elements, scale_product, unsupported
+from fi_core.attention.contract import LAYOUTS, code, kv_type, results, row_elements, scale_product
 from fi_core.attention.forms.prefill_trace import tables_trace
 from fi_core.attention.ops import prefill as ops
 from fi_core.attention.ops.request import Facts
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import unsupported
 from fi_core.runtime.launch.operator import planned
 from fi_core.runtime.returns import with_lse
 from fi_core.utils import PosEncodingMode, int32_index
@@ -225,9 +226,9 @@ def trtllm_ragged_attention_deepseek(
     backend: str = "trtllm-gen",
     q_seq_lens_cpu: torch.Tensor | None = None,
     kv_seq_lens_cpu: torch.Tensor | None = None,
-    skip_all_rows_active_check: bool = True,
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,
+    skip_all_rows_active_check: bool = True,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Prefill attention over ragged K and V, for MLA prefill: `softmax(mask(q k^T * bmm1_scale)) v * bmm2_scale`.
 

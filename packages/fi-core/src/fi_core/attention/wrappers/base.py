@@ -144,6 +144,7 @@ class BatchWrapper(PinnedMirror, PlanState):
     device: torch.device
     last_choice: Choice | None
     forward: Any
+    reset_workspace_buffer: Any
     _backend: str
     _use_cuda_graph: bool
     _copies: dict[str, torch.Tensor]  # device copies of host tables, reused while shapes repeat
@@ -197,21 +198,35 @@ class BatchWrapper(PinnedMirror, PlanState):
         kept = self._copies[name] = table.to(self.device, non_blocking=non_blocking)
         return kept
 
-    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Checks its argument only: one kernel accepts K and V of different strides.
-
-        Raises:
-            ValueError: variant.
-            RuntimeError: no plan.
-        """
-        if variant != "independent":
-            raise ValueError(f'variant: "independent" is required; got {variant!r}')
-        if self._plan_info is None:
-            raise self._no_plan("prewarm_paged_kv_stride_variant")
-
     def forward_return_lse(self, *args: Any, **options: Any) -> Any:
         """`forward`, with the log-sum-exp."""
         return self.forward(*args, **options, return_lse=True)
+
+    def end_forward(self) -> None:
+        """Does nothing; older callers end a plan with it."""
+
+
+class AroundWrapper:
+    """A wrapper that plans and runs by a batch wrapper."""
+
+    _inner: Any
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        """Replaces both workspaces. Call `plan` before the next run.
+
+        Args:
+            float_workspace_buffer: as in the constructor.
+            int_workspace_buffer: contiguous, any dtype, aligned to 16 bytes, private to the wrapper: it holds the
+                schedule from plan to the last run.
+
+        Raises:
+            ValueError: alignment or strides.
+        """
+        self._inner.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Checks its argument only, as PlanState's."""
+        self._inner.prewarm_paged_kv_stride_variant(variant)
 
     def end_forward(self) -> None:
         """Does nothing; older callers end a plan with it."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import check_shape, data_types
-from fi_core.attention.custom_modules import customised
+from fi_core.attention.contract import check_shape, data_types, dtype_of, encoding
 from fi_core.attention.wrappers import pattern_trace
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import refuse
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +43,7 @@ struct CausalOrInRange : AttentionVariantBase {
 };
 """
 _UNLIMITED = 1 << 40  # a window
+_COMPILED = ("head_dim_qk", "head_dim_vo", "q_data_type", "kv_data_type", "o_data_type")
 
 
 def variant(types: tuple[torch.dtype, ...], dims: tuple[int, int]) -> tuple[Any, ...]:
@@ -61,12 +62,18 @@ def variant(types: tuple[torch.dtype, ...], dims: tuple[int, int]) -> tuple[Any,
 class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCacheWrapper):
     """BatchPrefillWithPagedKVCacheWrapper for rows that attend to `(causal and window) or (in range and range window)`.
 
-    The mask is computed from two integers a row, by an attention variant that is compiled at the first plan for its
-    dtypes and head dims.
+    The mask is computed from two integers a row, by an attention variant that is compiled here.
 
     Args:
         float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf,
             paged_kv_last_page_len_buf: as in BatchPrefillWithPagedKVCacheWrapper.
+        pos_encoding_mode: must be "NONE".
+        q_data_type, kv_data_type, o_data_type: dtypes of all plans; the last defaults to q_data_type.
+        head_dim_qk, head_dim_vo: head dims of all plans.
+
+    Raises:
+        NotImplementedError: pos_encoding_mode.
+        CompileError: no compiler for the variant. Other errors are those of BatchPrefillWithPagedKVCacheWrapper.
     """
 
     def __init__(
@@ -78,13 +85,22 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         paged_kv_indptr_buf: torch.Tensor | None = None,
         paged_kv_indices_buf: torch.Tensor | None = None,
         paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        pos_encoding_mode: str = "NONE",
+        q_data_type: torch.dtype | str = "bfloat16",
+        kv_data_type: torch.dtype | str = "bfloat16",
+        o_data_type: torch.dtype | str | None = None,
+        head_dim_qk: int = 128,
+        head_dim_vo: int = 128,
     ) -> None:
+        refuse("rotate queries and keys before", pos_encoding_mode=encoding(pos_encoding_mode))
+        check_shape(1, 1, 1, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
+        types = data_types(q_data_type, kv_data_type, o_data_type, None)
+        self._compiled: dict[str, Any] = dict(zip(_COMPILED, (head_dim_qk, head_dim_vo, *types)))
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf,
-            paged_kv_last_page_len_buf,
+            paged_kv_last_page_len_buf, backend="fa2", jit_args=variant(types, (head_dim_qk, head_dim_vo)),
+            variant_owns_mask=True,
         )  # fmt: skip
-        self._allowed, self._variant_owns_mask = "fa2", True
-        self._windows = _UNLIMITED, _UNLIMITED
 
     @fi_api
     def plan(  # type: ignore[override]
@@ -98,49 +114,62 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         head_dim_qk: int,
         page_size: int,
         head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
         sm_scale: float | None = None,
         window_left: int = -1,
-        range_window_left: int = -1,
         logits_soft_cap: float | None = None,
-        q_data_type: torch.dtype | str = "float16",
+        q_data_type: torch.dtype | str | None = None,
         kv_data_type: torch.dtype | str | None = None,
         o_data_type: torch.dtype | str | None = None,
         non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
     ) -> None:
         """Plans the next `run` calls: `BatchPrefillWithPagedKVCacheWrapper.plan`.
 
         Args:
-            window_left: w >= 0 masks keys j < p - w outside the range of a row; -1: no window.
-            range_window_left: the same for keys in its range.
+            head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type: None, or those of the constructor.
+            custom_mask, packed_custom_mask, causal, window_left, prefix_len_ptr, token_pos_in_items_ptr,
+                token_pos_in_items_len, max_item_len_ptr, pos_encoding_mode: must have their defaults.
             others: as in that function.
 
         Raises:
-            CompileError: no compiler for the variant. Other errors are those of that function.
+            ValueError: a head dim or dtype that was not compiled. Other errors are those of that function.
+            NotImplementedError: another mask or an encoding.
         """
         self._forget_plan()
-        head_dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
-        check_shape(num_qo_heads, num_kv_heads, page_size, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
-        types = data_types(q_data_type, kv_data_type, o_data_type, None)
-        arguments = variant(types, (head_dim_qk, head_dim_vo))
-        self._variant = customised("prefill", "auto", self.device, arguments, None)
-        for name, window in (("window_left", window_left), ("range_window_left", range_window_left)):
-            if not isinstance(window, int) or not -1 <= window < _UNLIMITED:
-                raise ValueError(f"{name}: -1 to 2^40 - 1 is required; got {window!r}")
-        self._windows = (
-            window_left if window_left >= 0 else _UNLIMITED,
-            range_window_left if range_window_left >= 0 else _UNLIMITED,
-        )
+        refuse(
+            "the mask is bidirectional_ranges, causal_window_left and range_window_left of run",
+            custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, causal=causal, window_left=window_left + 1,
+            prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr,
+            token_pos_in_items_len=token_pos_in_items_len, max_item_len_ptr=max_item_len_ptr,
+        )  # fmt: skip
+        refuse("rotate queries and keys before", pos_encoding_mode=encoding(pos_encoding_mode))
+        given: dict[str, Any] = dict(zip(_COMPILED, (head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type)))
+        for name, value in given.items():
+            if value is not None and self._compiled[name] != (dtype_of(value, name) if "type" in name else value):
+                raise ValueError(f"{name}: {self._compiled[name]} of the constructor is required; got {value}")
         super().plan(
             qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
-            head_dim_qk, page_size, head_dim_vo, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
-            q_data_type=types[0], kv_data_type=types[1], o_data_type=types[2], non_blocking=non_blocking,
+            page_size=page_size, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, non_blocking=non_blocking,
+            max_token_per_sequence=max_token_per_sequence, max_sequence_kv=max_sequence_kv,
+            fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv, **self._compiled,
         )  # fmt: skip
 
         self._described = {
             "qo_indptr": qo_indptr, "kv_indptr": paged_kv_indptr, "kv_indices": paged_kv_indices,
             "kv_last_page_len": paged_kv_last_page_len, "kv_layout": self._kv_layout,
-            "sm_scale": head_dim_qk**-0.5 if sm_scale is None else sm_scale,
-            "covered": window_left < 0 and range_window_left < 0 and not logits_soft_cap,
+            "sm_scale": head_dim_qk**-0.5 if sm_scale is None else sm_scale, "covered": not logits_soft_cap,
         }  # fmt: skip
 
     begin_forward = plan  # type: ignore[assignment]
@@ -148,25 +177,76 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
     @fi_api(trace=pattern_trace.ranges, planned=pattern_trace.PLANNED_RANGES)
     @checked
     def run(  # type: ignore[override]
-        self, q: torch.Tensor, paged_kv_cache: Cache, bidirectional_ranges: torch.Tensor, **options: Any
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        bidirectional_ranges: torch.Tensor,
+        causal_window_left: int = -1,
+        range_window_left: int = -1,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        kv_cache_sf: Any = None,
     ) -> Any:
         """Attention of the planned batch.
 
         Args:
             q, paged_kv_cache: as in `BatchPrefillWithPagedKVCacheWrapper.run`.
-            bidirectional_ranges: int32 `[qo_indptr[-1], 2]`, contiguous, on the device: the first and the last key of
+            bidirectional_ranges: int32 `[total_q, 2]`, contiguous, on the query device: the first and the last key of
                 the range of each row, counted in its request; (-1, -1): none.
-            options: out, lse, return_lse and others of that function, which also has the result and the errors.
+            causal_window_left: w >= 0 masks keys j < p - w outside the range of a row; below 0: no window.
+            range_window_left: w > 0 masks keys j <= p - w in the range of a row, one key more than causal_window_left
+                does; 0 and below: no window.
+            others: as in that function, which also has the result and the errors.
 
         Raises:
-            ValueError: bidirectional_ranges.
+            ValueError: bidirectional_ranges or a window.
         """
         import torch
 
         ranges = bidirectional_ranges
-        if ranges.dtype is not torch.int32 or ranges.shape != (q.shape[0], 2) or not ranges.is_contiguous():
+        if ranges.dtype is not torch.int32 or ranges.ndim != 2 or ranges.shape[1] != 2 or not ranges.is_contiguous():
             raise ValueError(
-                f"bidirectional_ranges: contiguous int32 of shape ({q.shape[0]}, 2) is required; got {ranges.dtype} of "
+                f"bidirectional_ranges: contiguous int32 of shape [total_q, 2] is required; got {ranges.dtype} of "
                 f"shape {tuple(ranges.shape)}"
             )
-        return super().run(q, paged_kv_cache, ranges, self._qo_indptr_buf, *self._windows, **options)
+        if len(ranges) != len(q) or ranges.device != q.device:
+            raise ValueError(
+                f"bidirectional_ranges: one row per query token ({len(q)}) on the query device {q.device} is required; "
+                f"got {len(ranges)} on {ranges.device}"
+            )
+        for name, window in (("causal_window_left", causal_window_left), ("range_window_left", range_window_left)):
+            if not isinstance(window, int) or window >= _UNLIMITED:
+                raise ValueError(f"{name}: an integer below 2^40 is required; got {window!r}")
+        return super().run(
+            q, paged_kv_cache, ranges, self._qo_indptr_buf,
+            causal_window_left if causal_window_left >= 0 else _UNLIMITED,
+            range_window_left - 1 if range_window_left > 0 else _UNLIMITED, q_scale=q_scale, k_scale=k_scale,
+            v_scale=v_scale, out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,
+        )  # fmt: skip
+
+    @fi_api
+    def forward(  # type: ignore[override]
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        bidirectional_ranges: torch.Tensor,
+        causal_window_left: int = -1,
+        range_window_left: int = -1,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        enable_pdl: bool | None = None,
+        kv_cache_sf: Any = None,
+        *,
+        return_lse: bool = False,
+    ) -> Any:
+        """`run` into new results."""
+        return self.run(
+            q, paged_kv_cache, bidirectional_ranges, causal_window_left, range_window_left, q_scale=q_scale,
+            k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,
+        )  # fmt: skip

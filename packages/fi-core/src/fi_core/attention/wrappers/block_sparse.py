@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import unsupported
+from fi_core.attention.contract import POS_ENCODINGS, scores
 from fi_core.attention.wrappers import pattern_trace
+from fi_core.attention.wrappers.base import AroundWrapper
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import refuse
 from fi_core.utils import int32_index
 
 if TYPE_CHECKING:
     import torch
-
-
-def _refuse(**forms: Any) -> None:
-    """Raises NotImplementedError for another form of the pattern."""
-    for name, given in forms.items():
-        if given is not None:
-            raise unsupported(name, given, "pass the pattern as indptr and indices")
 
 
 def _pattern(
@@ -63,26 +58,32 @@ def _without_padding(
     return torch.nn.functional.pad(kept.cumsum(0), (1, 0))[begins], columns[kept], mask
 
 
-class PatternWrapper:
+class PatternWrapper(AroundWrapper):
     """What the block-sparse wrappers have in common: the batch prefill whose pages are the selected blocks."""
 
     run: Callable[..., Any]
+    _described: dict[str, Any]
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
-        self._prefill = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, "NHD", backend=backend)
-        self.reset_workspace_buffer = self._prefill.reset_workspace_buffer
+        self._inner = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, "NHD", backend=backend)
 
     @property
     def resolved_backend(self) -> str:
         """As in BatchPrefillWithPagedKVCacheWrapper."""
-        return self._prefill.resolved_backend
+        backend: str = self._inner.resolved_backend
+        return backend
 
     def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
         """`run` with return_lse: (out, lse)."""
         return self.run(q, k, v, return_lse=True, **options)
 
-    def end_forward(self) -> None:
-        """Does nothing; older callers end a plan with it."""
+    def _set_scores(self, *options: Any) -> None:
+        """Replaces the options of the plan's scores by those of `forward`, which are the arguments of `scores`."""
+        plan = self._inner._change(**scores(*options))
+        if self._inner._plan_info is not None:
+            plain = plan.pos_encoding == POS_ENCODINGS["NONE"] and not plan.soft_cap
+            covered = {"covered": self._described["covered"] and plain}
+            self._described = {**self._described, **covered, "sm_scale": plan.wanted_scale}
 
 
 @fi_api
@@ -155,8 +156,9 @@ class BlockSparseAttentionWrapper(PatternWrapper):
         """
         import torch
 
-        self._prefill._forget_plan()
-        _refuse(block_mask=block_mask, kv_block_lens=kv_block_lens, q2k_indices=q2k_indices, q2k_num=q2k_num)
+        self._inner._forget_plan()
+        forms = {"block_mask": block_mask, "kv_block_lens": kv_block_lens, "q2k_indices": q2k_indices}
+        refuse("pass the pattern as indptr and indices", **forms, q2k_num=q2k_num)
         begins, columns = _pattern(indptr, indices, M, N, R, C)
         begins, columns, mask = _without_padding(begins, columns, N // C, mask, packed_mask)
         qo_indptr = (torch.arange(len(begins)) * R).clamp(max=M)
@@ -164,13 +166,12 @@ class BlockSparseAttentionWrapper(PatternWrapper):
             mask = _by_row(mask, begins, len(columns), R, C)[: int((qo_indptr.diff() * begins.diff()).sum()) * C]
         self._shape = N, C
         self._scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        self._prefill.plan(
+        self._inner.plan(
             int32_index(qo_indptr), int32_index(begins), int32_index(columns),
             torch.full((len(begins) - 1,), C, dtype=torch.int32), num_qo_heads, num_kv_heads, head_dim, C,
-            custom_mask=mask, packed_custom_mask=packed_mask, causal=causal,
-            pos_encoding_mode=pos_encoding_mode, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
-            rope_scale=rope_scale, rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,
-            o_data_type=o_data_type, non_blocking=non_blocking,
+            custom_mask=mask, packed_custom_mask=packed_mask, causal=causal, pos_encoding_mode=pos_encoding_mode,
+            sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, rope_scale=rope_scale, rope_theta=rope_theta,
+            q_data_type=q_data_type, kv_data_type=kv_data_type, o_data_type=o_data_type, non_blocking=non_blocking,
         )  # fmt: skip
 
         self._described = {
@@ -209,8 +210,8 @@ class BlockSparseAttentionWrapper(PatternWrapper):
             out `[M, num_qo_heads, head_dim]` in o_data_type, or (out, lse) with lse `[M, num_qo_heads]`, base 2. Rows
             without blocks have out = 0 and lse = -inf.
         """
-        if self._prefill._plan_info is None:
-            raise self._prefill._no_plan()
+        if self._inner._plan_info is None:
+            raise self._inner._no_plan()
         tokens, size = self._shape
         for name, x in (("k", k), ("v", v)):
             if x.ndim != 3 or x.shape[0] != tokens:
@@ -218,11 +219,28 @@ class BlockSparseAttentionWrapper(PatternWrapper):
         scales = () if scale_q is scale_k is scale_v is None else (scale_q, scale_k, scale_v)
         k, v = (x.unflatten(0, (tokens // size, size)) for x in (k, v))
         given = tuple(1.0 if scale is None else scale for scale in scales)
-        return self._prefill.run(
+        return self._inner.run(
             q, (k, v), *given, **self._scales, out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl
         )
 
-    forward = run
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None,
+        scale_v: torch.Tensor | None = None,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Any:
+        """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
+        self._set_scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        return self.run(q, k, v, scale_q, scale_k, scale_v)
 
 
 def _by_row(mask: torch.Tensor, begins: torch.Tensor, nnz: int, R: int, C: int) -> torch.Tensor:

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fi_core.utils import int32_index
+
 if TYPE_CHECKING:
     import torch
 
@@ -25,23 +27,31 @@ _POSITIONAL = (
 _FIXED = 8  # positional parameters of plan, self included
 
 
+SIZE_OPTIONS = tuple(name for name in _POSITIONAL if name != "non_blocking")  # of workspace_size
+
+
+def by_name(function: str, names: Sequence[str], values: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The options, with values that are given by position under these names. Raises TypeError as a call does."""
+    if len(values) > len(names):
+        raise TypeError(f"{function}: at most {len(names)} options may go by position; got {len(values)}")
+    named = dict(zip(names, values))
+    twice = [name for name in named if name in options]
+    if twice:
+        raise TypeError(f"{function}: {', '.join(twice)} given by position and by keyword")
+    return {**named, **options}
+
+
 def deprecated_positional(plan: F) -> F:
-    """Accepts the keyword-only options of `plan` or `workspace_size` by position, with a warning."""
+    """Accepts the keyword-only options of `plan` by position, with a warning."""
 
     @functools.wraps(plan)
     def wrapper(*args: Any, **options: Any) -> Any:
         if len(args) > _FIXED:
             more = args[_FIXED:]
-            if len(more) > len(_POSITIONAL):
-                most = _FIXED - 1 + len(_POSITIONAL)
-                raise TypeError(f"{plan.__name__}: at most {most} positional arguments are taken; got {len(args) - 1}")
-            named = dict(zip(_POSITIONAL, more))
-            twice = [name for name in named if name in options]
-            if twice:
-                raise TypeError(f"{plan.__name__}: {', '.join(twice)} given by position and by keyword")
-            warnings.warn(f"{plan.__name__}: pass {', '.join(named)} by keyword", DeprecationWarning, stacklevel=2)
-            args, options = args[:_FIXED], {**named, **options}
-        return plan(*args, **options)
+            options = by_name(plan.__name__, _POSITIONAL, more, options)
+            names = ", ".join(_POSITIONAL[: len(more)])
+            warnings.warn(f"{plan.__name__}: pass {names} by keyword", DeprecationWarning, stacklevel=2)
+        return plan(*args[:_FIXED], **options)
 
     return wrapper  # type: ignore[return-value]
 
@@ -61,3 +71,25 @@ def check_lengths(found: Sequence[int], q_len: int) -> None:
     if short := [b for b, n in enumerate(found) if n < q_len]:
         b = short[0]
         raise ValueError(f"q_len_per_req: all requests must have {q_len} tokens; request {b} has {found[b]}")
+
+
+def copy_tables(buffers: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], non_blocking: bool) -> None:
+    """Copies each table into the beginning of its buffer, all tables of one device in one kernel."""
+    import torch
+
+    together: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for buffer, table in zip(buffers, map(int32_index, tables)):
+        if table.data_ptr() == buffer.data_ptr():
+            continue
+        if table.ndim != 1:
+            raise ValueError(f"indptr, indices and last_page_len: one dimension is required; got {tuple(table.shape)}")
+        if table.dtype is not buffer.dtype:
+            raise TypeError(f"indptr, indices and last_page_len: {buffer.dtype} as in the buffers; got {table.dtype}")
+        target = buffer if table.shape == buffer.shape else buffer[: table.numel()]
+        if table.device == buffer.device:
+            together[0].append(target)
+            together[1].append(table)
+        else:
+            target.copy_(table, non_blocking=non_blocking)
+    if together[0]:
+        torch._foreach_copy_(*together)  # pyright: ignore[reportPrivateImportUsage]

@@ -21,7 +21,6 @@ from fi_core.attention.contract import (
     scores,
     type_fields,
     unpack,
-    unsupported,
 )
 from fi_core.attention.cudnn import planned as cudnn
 from fi_core.attention.mask import pack_drafts
@@ -30,10 +29,19 @@ from fi_core.attention.ops.request import Facts
 from fi_core.attention.schedule import DecodePlan, DecodeWorkspaces, split_kv_of
 from fi_core.attention.wrappers import planners
 from fi_core.attention.wrappers.base import BatchWrapper, check_results, keep, of_plan
-from fi_core.attention.wrappers.decode_arguments import BACKENDS, FOREIGN, check_lengths, deprecated_positional, lengths
+from fi_core.attention.wrappers.decode_arguments import (
+    BACKENDS,
+    FOREIGN,
+    SIZE_OPTIONS,
+    by_name,
+    check_lengths,
+    copy_tables,
+    deprecated_positional,
+    lengths,
+)
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
-from fi_core.runtime.errors import blame
+from fi_core.runtime.errors import blame, unsupported
 from fi_core.runtime.launch.operator import planned
 from fi_core.utils import PosEncodingMode, _get_range_buf, constants, int32_index
 
@@ -170,7 +178,6 @@ class BatchDecodePlan(BatchWrapper):
     def _is_causal(self) -> bool:
         return self._plan.q_len > 1
 
-    @deprecated_positional
     def workspace_size(
         self,
         indptr: torch.Tensor,
@@ -180,9 +187,7 @@ class BatchDecodePlan(BatchWrapper):
         num_kv_heads: int,
         head_dim: int,
         page_size: int,
-        *,
-        fixed_split_size: int | None = None,
-        q_len_per_req: int = 1,
+        *args: Any,
         **options: Any,
     ) -> tuple[int, int]:
         """The workspace that a plan needs; changes nothing.
@@ -190,18 +195,19 @@ class BatchDecodePlan(BatchWrapper):
         Args:
             indptr, indices, last_page_len: as in `plan`; the lengths of requests do not matter.
             num_qo_heads, num_kv_heads, head_dim, page_size: as in `plan`.
-            fixed_split_size: as in `plan`; it makes the result grow with the number of page indices, or with
-                use_cuda_graph with the buffer for them.
-            q_len_per_req: as in `plan`.
-            options: other options of `plan`, which do not matter.
+            args, options: options of `plan`, by position in the order of FlashInfer. fixed_split_size makes the result
+                grow with the number of page indices, or with use_cuda_graph with the buffer for them; disable_split_kv
+                and q_len_per_req matter too.
 
         Returns:
             (bytes of the float workspace, bytes of the int workspace).
         """
+        given = by_name("workspace_size", SIZE_OPTIONS, args, options)
+        split_kv = split_kv_of(given.get("fixed_split_size"), page_size, given.get("disable_split_kv", False))
         plan = DecodePlan(
             batch_size=indptr.numel() - 1, page_indices=indices, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
-            head_dim=head_dim, page_size=page_size, q_len=q_len_per_req,
-            split_kv=split_kv_of(fixed_split_size, page_size, False), most_ctas=self._plan.most_ctas,
+            head_dim=head_dim, page_size=page_size, q_len=given.get("q_len_per_req", 1), split_kv=split_kv,
+            most_ctas=self._plan.most_ctas,
         )  # fmt: skip
         return self._workspaces.bytes_for(plan)
 
@@ -294,7 +300,7 @@ class BatchDecodePlan(BatchWrapper):
             self._check_lengths(indptr, last_page_len, seq_lens, page_size, q_len_per_req)
         if self._use_cuda_graph:
             starts, last, pages = own.indptr, own.last_page_len, own.page_indices
-            _copy((starts, last, pages), (indptr, last_page_len, indices), non_blocking)
+            copy_tables((starts, last, pages), (indptr, last_page_len, indices), non_blocking)
         else:
             starts = self._on_device("indptr", indptr, non_blocking)
             last = self._on_device("last_page_len", last_page_len, non_blocking)
@@ -474,25 +480,3 @@ class BatchDecodePlan(BatchWrapper):
         )  # fmt: skip
         heads = plan.heads_per_tile if exact else 1
         return planned(ops.BATCH_DECODE, self.device, self._allowed, *facts, heads, ahead=self._variant is None)
-
-
-def _copy(buffers: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], non_blocking: bool) -> None:
-    """Copies each table into the beginning of its buffer, all tables of one device in one kernel."""
-    import torch
-
-    together: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-    for buffer, table in zip(buffers, map(int32_index, tables)):
-        if table.data_ptr() == buffer.data_ptr():
-            continue
-        if table.ndim != 1:
-            raise ValueError(f"indptr, indices and last_page_len: one dimension is required; got {tuple(table.shape)}")
-        if table.dtype is not buffer.dtype:
-            raise TypeError(f"indptr, indices and last_page_len: {buffer.dtype} as in the buffers; got {table.dtype}")
-        target = buffer if table.shape == buffer.shape else buffer[: table.numel()]
-        if table.device == buffer.device:
-            together[0].append(target)
-            together[1].append(table)
-        else:
-            target.copy_(table, non_blocking=non_blocking)
-    if together[0]:
-        torch._foreach_copy_(*together)  # pyright: ignore[reportPrivateImportUsage]

@@ -444,6 +444,15 @@ class MlaPlanner:
 PLANNER = MlaPlanner()
 
 
-def get_batch_mla_module(*_: Any) -> MlaPlanner:
+def get_batch_mla_module(
+    backend: str,
+    dtype_q: torch.dtype,
+    dtype_kv: torch.dtype,
+    dtype_o: torch.dtype,
+    dtype_idx: torch.dtype,
+    head_dim_ckv: int,
+    head_dim_kpe: int,
+    use_profiler: bool,
+) -> MlaPlanner:
     """The planner of MLA wrappers, for engines that plan by themselves. Arguments are ignored."""
     return PLANNER

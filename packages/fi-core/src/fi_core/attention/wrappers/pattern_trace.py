@@ -281,7 +281,9 @@ blocks = plain_calls(BLOCKS, "scale_q", "scale_k", "scale_v", "return_lse")
 head_blocks = plain_calls(HEAD_BLOCKS, "return_lse")
 decode_prefix = plain_calls(DECODE_PREFIX)
 prefill_prefix = plain_calls(PREFILL_PREFIX)
-ranges = plain_calls(RANGES, "v_scale", "kv_cache_sf", "return_lse")
+ranges = plain_calls(
+    RANGES, "causal_window_left", "range_window_left", "q_scale", "k_scale", "v_scale", "kv_cache_sf", "return_lse"
+)
 PLANNED_BLOCKS: Planned = kept("indptr", "indices", "R", "C", "sm_scale", "causal", "o_data_type", "covered")
 PLANNED_HEAD_BLOCKS: Planned = kept("block_mask_map", "block_row_sz", "block_col_sz", "sm_scale", "causal", "covered")
 PLANNED_PREFIX: Planned = kept("kv_indptr", "kv_indices", "kv_last_page_len", "sm_scale", "kv_layout")

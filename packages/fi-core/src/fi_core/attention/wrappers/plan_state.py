@@ -32,6 +32,18 @@ class PlanState:
         self._plan_info, self._was_planned = info, True
         return info
 
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Checks its argument only: one kernel accepts K and V of different strides.
+
+        Raises:
+            ValueError: variant.
+            RuntimeError: no plan.
+        """
+        if variant != "independent":
+            raise ValueError(f'variant: "independent" is required; got {variant!r}')
+        if self._plan_info is None:
+            raise self._no_plan("prewarm_paged_kv_stride_variant")
+
     def _no_plan(self, function: str = "run") -> RuntimeError:
         return RuntimeError(
             f"{function}: " + ("the last plan failed: call plan again" if self._plan_began else "call plan first")

@@ -218,6 +218,6 @@ def fast_decode_plan(
         raise PlanError(f"Error in standard plan: {error}") from error
 
 
-def get_batch_prefill_module(*_: Any) -> Planner:
+def get_batch_prefill_module(backend: str, *_: Any) -> Planner:
     """The planner of the batch prefill wrappers, for engines that plan by themselves. Arguments are ignored."""
     return PLANNER

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code, row_elements, unpack, unsupported
+from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code, row_elements, unpack
 from fi_core.attention.custom import derived_scalars
 from fi_core.attention.forms.single_prefill import single_prefill_with_kv_cache
 from fi_core.attention.forms.tables_prefill import attend_once
@@ -14,10 +14,12 @@ from fi_core.attention.ops.prefill import BATCH_PREFILL
 from fi_core.attention.ops.request import Facts, alignment
 from fi_core.attention.variant import VariantCall
 from fi_core.attention.wrappers import mixed_trace
+from fi_core.attention.wrappers.base import AroundWrapper
 from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from fi_core.attention.wrappers.side_by_side import divide, operations, side_by_side
 from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import refuse
 from fi_core.runtime.launch.operator import planned
 
 if TYPE_CHECKING:
@@ -57,13 +59,6 @@ def _attend(
     return out
 
 
-def _refuse(**masks: Any) -> None:
-    """Raises NotImplementedError for a mask of decode."""
-    for name, mask in masks.items():
-        if mask is not None:
-            raise unsupported(name, mask, "use BatchPrefillWithPagedKVCacheWrapper for decode rows with masks")
-
-
 def _check_dimensions(**tensors: torch.Tensor) -> None:
     for name, x in tensors.items():
         if x.ndim != 3:
@@ -77,15 +72,14 @@ def _attend_request(
     """Prefill of one request. given: tensors and scalars of a variant; options: of single_prefill_with_kv_cache."""
     if variant is None:
         return single_prefill_with_kv_cache(q, k, v, **options)
-    for name in ("kv_cache_sf", "custom_mask", "packed_custom_mask"):
-        if options[name] is not None:
-            raise unsupported(f"{name}_p", None, "pass it to the variant as one of its tensors")
+    own = {f"{name}_p": options[name] for name in ("kv_cache_sf", "custom_mask", "packed_custom_mask")}
+    refuse("pass it to the variant as one of its tensors", **own)
     used = {name: options[name] for name in ("causal", "window_left", "num_ctas")}
     return _attend(variant, q, k, v, given, options["kv_layout"], options["sm_scale"], **used)
 
 
 @fi_api
-class PODWithPagedKVCacheWrapper:
+class PODWithPagedKVCacheWrapper(AroundWrapper):
     """Prefill of one request over its K and V, and decode of a batch over a paged KV cache, in one call.
 
     The results are those of `single_prefill_with_kv_cache` and BatchDecodeWithPagedKVCacheWrapper. On CUDA, if both
@@ -116,15 +110,15 @@ class PODWithPagedKVCacheWrapper:
             from fi_core.attention.custom_modules import pod_variants
 
             self._variant, of_decode = pod_variants(jit_args)
-        self._decode = BatchDecodeWithPagedKVCacheWrapper(
+        self._inner = BatchDecodeWithPagedKVCacheWrapper(
             float_workspace_buffer, kv_layout, use_cuda_graph, True, paged_kv_indptr_buffer, paged_kv_indices_buffer,
             paged_kv_last_page_len_buffer, jit_args=of_decode,
         )  # fmt: skip
-        self.reset_workspace_buffer = self._decode.reset_workspace_buffer
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        return self._decode.is_cuda_graph_enabled
+        enabled: bool = self._inner.is_cuda_graph_enabled
+        return enabled
 
     @fi_api
     def plan(
@@ -147,7 +141,7 @@ class PODWithPagedKVCacheWrapper:
         non_blocking: bool = True,
     ) -> None:
         """Plans the decode half of the next `run` calls: `BatchDecodeWithPagedKVCacheWrapper.plan`."""
-        self._decode.plan(
+        self._inner.plan(
             indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
             pos_encoding_mode=pos_encoding_mode, window_left=window_left, q_data_type=q_data_type,
             kv_data_type=kv_data_type, data_type=data_type, sm_scale=sm_scale, rope_scale=rope_scale,
@@ -155,7 +149,7 @@ class PODWithPagedKVCacheWrapper:
         )  # fmt: skip
         self._described = {
             "kv_indptr_d": indptr, "kv_indices_d": indices, "last_page_len_d": last_page_len,
-            "sm_scale": head_dim**-0.5 if sm_scale is None else sm_scale, "kv_layout": self._decode._kv_layout,
+            "sm_scale": head_dim**-0.5 if sm_scale is None else sm_scale, "kv_layout": self._inner._kv_layout,
             "covered": pos_encoding_mode == "NONE" and window_left < 0 and self._variant is None,
         }  # fmt: skip
 
@@ -222,14 +216,15 @@ class PODWithPagedKVCacheWrapper:
             NotImplementedError: masks of decode; masks and kv_cache_sf_p with a variant.
             Other errors are those of the two functions.
         """
-        _refuse(custom_mask_d=custom_mask_d, packed_custom_mask_d=packed_custom_mask_d)
-        if self._decode._plan_info is None:
-            raise self._decode._no_plan()
-        _, v_d = unpack(paged_kv_cache_d, self._decode._kv_layout, "paged_kv_cache_d")
-        out_d = q_d.new_empty(*q_d.shape[:-1], row_elements(v_d), dtype=self._decode._cached_o_data_type)
+        masks = {"custom_mask_d": custom_mask_d, "packed_custom_mask_d": packed_custom_mask_d}
+        refuse("use BatchPrefillWithPagedKVCacheWrapper for decode rows with masks", **masks)
+        if self._inner._plan_info is None:
+            raise self._inner._no_plan()
+        _, v_d = unpack(paged_kv_cache_d, self._inner._kv_layout, "paged_kv_cache_d")
+        out_d = q_d.new_empty(*q_d.shape[:-1], row_elements(v_d), dtype=self._inner._cached_o_data_type)
         _check_dimensions(q_p=q_p, k_p=k_p, v_p=v_p)
         kv_len, dims = k_p.shape[code(LAYOUTS, kv_layout_p, "kv_layout_p")], q_p.shape[2] + row_elements(v_p)
-        ctas = divide(self._decode, v_d, operations(q_p.shape[1], dims, bool(causal_p), [(q_p.shape[0], kv_len)]))
+        ctas = divide(self._inner, v_d, operations(q_p.shape[1], dims, bool(causal_p), [(q_p.shape[0], kv_len)]))
         extra = (*args, *variant_args)
         options: dict[str, Any] = {
             "custom_mask": custom_mask_p, "packed_custom_mask": packed_custom_mask_p, "causal": causal_p,
@@ -238,11 +233,11 @@ class PODWithPagedKVCacheWrapper:
             "kv_cache_sf": kv_cache_sf_p, **({} if kv_cache_sf_p is None else {"k_scale": k_scale, "v_scale": v_scale}),
         }  # fmt: skip
         decode = functools.partial(
-            self._decode.run, q_d, paged_kv_cache_d, *extra, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+            self._inner.run, q_d, paged_kv_cache_d, *extra, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
             out=out_d, enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf_d,
         )  # fmt: skip
         prefill = functools.partial(_attend_request, self._variant, q_p, k_p, v_p, extra, options)
-        out_p = side_by_side(ctas, self._decode.device, prefill, decode)
+        out_p = side_by_side(ctas, self._inner.device, prefill, decode)
         return out_p, out_d
 
     forward = run

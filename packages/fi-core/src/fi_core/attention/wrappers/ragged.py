@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import scores, unsupported
+from fi_core.attention.contract import scores
 from fi_core.attention.schedule import PrefillPlan
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.log import fi_api
-from fi_core.runtime.errors import blame
+from fi_core.runtime.errors import blame, unsupported
 from fi_core.runtime.returns import method_with_lse
 
 if TYPE_CHECKING:

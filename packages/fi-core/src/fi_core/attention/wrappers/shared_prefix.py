@@ -8,6 +8,7 @@ from fi_core.attention.contract import unpack
 from fi_core.attention.forms.single_prefill import single_prefill_with_kv_cache_return_lse
 from fi_core.attention.merge import merge_state_in_place
 from fi_core.attention.wrappers import pattern_trace
+from fi_core.attention.wrappers.base import AroundWrapper
 from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.checked import checked
@@ -19,21 +20,19 @@ if TYPE_CHECKING:
     Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-class _SharedPrefix:
+class _SharedPrefix(AroundWrapper):
     """The common half: attention over the shared keys, merged into that over the unique ones."""
 
     def __init__(self, unique: Any) -> None:
-        self._unique = unique
-        self._kv_layout = unique._kv_layout
-        self.reset_workspace_buffer = unique.reset_workspace_buffer
+        self._inner, self._kv_layout = unique, unique._kv_layout
 
     def _forward(
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, cache: Cache, **scores: Any
     ) -> Any:
-        if self._unique._plan_info is None:
-            raise self._unique._no_plan("forward")
+        if self._inner._plan_info is None:
+            raise self._inner._no_plan("forward")
         pair = unpack(cache, self._kv_layout, "unique_kv_cache")
-        out, lse = self._unique.run(q, pair, return_lse=True)
+        out, lse = self._inner.run(q, pair, return_lse=True)
         shared = single_prefill_with_kv_cache_return_lse(q, k_shared, v_shared, kv_layout=self._kv_layout, **scores)
         merge_state_in_place(out, lse, *shared)
         return out
@@ -44,9 +43,6 @@ class _SharedPrefix:
             "kv_indptr": indptr, "kv_indices": indices, "kv_last_page_len": last_page_len, "sm_scale": head_dim**-0.5,
             "kv_layout": self._kv_layout, **more,
         }  # fmt: skip
-
-    def end_forward(self) -> None:
-        """Does nothing; older callers end a plan with it."""
 
 
 @fi_api
@@ -73,7 +69,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
         data_type: torch.dtype | str = "float16",
     ) -> None:
         """Plans the unique keys: `BatchDecodeWithPagedKVCacheWrapper.plan`, with data_type for q, keys and values."""
-        self._unique.plan(
+        self._inner.plan(
             unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim,
             page_size, q_data_type=data_type, kv_data_type=data_type,
         )  # fmt: skip
@@ -134,7 +130,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
             q_data_type: of q, keys and values (not an argument of FlashInfer).
             others: as in that function.
         """
-        self._unique.plan(
+        self._inner.plan(
             qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim,
             page_size, q_data_type=q_data_type,
         )  # fmt: skip
@@ -173,7 +169,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
         Returns:
             `[qo_indptr[-1], num_qo_heads, head_dim]` in q's dtype.
         """
-        unique = self._unique
+        unique = self._inner
         if unique._plan_info is not None:
             unique._change(causal=bool(causal), sm_scale=sm_scale)
         return self._forward(q, k_shared, v_shared, unique_kv_cache, sm_scale=sm_scale)  # type: ignore[no-any-return]

@@ -85,12 +85,12 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
         """
         import torch
 
-        self._prefill._forget_plan()
+        self._inner._forget_plan()
         check_shape(num_qo_heads, num_kv_heads, 1, head_dim=head_dim)
         _check_sizes(block_mask_map, block_row_sz, block_col_sz, num_kv_heads)
         try:
             rows, columns, mask = block_row_sz.cpu().long(), block_col_sz.cpu().long(), block_mask_map != 0
-            mask = mask if mask.device == self._prefill.device else mask.cpu()
+            mask = mask if mask.device == self._inner.device else mask.cpu()
         except (RuntimeError, NotImplementedError) as error:
             blame(error, block_mask_map=block_mask_map, block_row_sz=block_row_sz, block_col_sz=block_col_sz)
         qo_len, kv_len = _total("block_row_sz", rows), _total("block_col_sz", columns)
@@ -107,7 +107,7 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
 
         last = torch.full((rows.numel(),), page_size, dtype=torch.int32)
         self._shape = num_kv_heads, qo_len, kv_len, page_size, num_qo_heads // num_kv_heads
-        self._prefill.plan(
+        self._inner.plan(
             offsets(rows), offsets(selected.sum(2)), (head * pages + page).int(), last, self._shape[4], 1, head_dim,
             page_size, causal=causal, pos_encoding_mode=pos_encoding_mode, sm_scale=sm_scale,
             logits_soft_cap=logits_soft_cap, rope_scale=rope_scale, rope_theta=rope_theta, q_data_type=q_data_type,
@@ -148,8 +148,8 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
             out `[num_qo_heads, qo_len, head_dim]`, or (out, lse) with lse `[num_qo_heads, qo_len]`, base 2. Rows
             without blocks have out = 0 and lse = -inf.
         """
-        if self._prefill._plan_info is None:
-            raise self._prefill._no_plan()
+        if self._inner._plan_info is None:
+            raise self._inner._no_plan()
         heads, qo_len, kv_len, page_size, group = self._shape
         for name, x, first, tokens in (
             ("q", q, heads * group, qo_len),
@@ -162,10 +162,10 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
         k, v = (x.contiguous().view(heads * kv_len // page_size, page_size, 1, x.shape[2]) for x in (k, v))
         as_result = None
         if out is not None and out.shape != rows.shape and out.shape == (*q.shape[:2], v.shape[-1]):
-            check_shape_dtype_device(out, tuple(out.shape), self._prefill._plan.out_dtype, q.device, "out")
+            check_shape_dtype_device(out, tuple(out.shape), self._inner._plan.out_dtype, q.device, "out")
             _check_writable(out, "out")
             as_result, out = out, None
-        found = self._prefill.run(rows, (k, v), out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl)
+        found = self._inner.run(rows, (k, v), out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl)
 
         def by_head(x: torch.Tensor) -> torch.Tensor:
             return x.unflatten(0, (heads, qo_len)).transpose(1, 2).flatten(0, 1)  # type: ignore[no-any-return]
@@ -175,4 +175,18 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
         result = result if as_result is None else as_result.copy_(result)
         return result if row_lse is None else (result, by_head(row_lse))
 
-    forward = run
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Any:
+        """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
+        self._set_scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        return self.run(q, k, v)

@@ -14,10 +14,15 @@ import torch
 from families.engine import engine
 from families.harness import assert_close, rand
 from fi_core.mla import BatchMLAPagedAttentionWrapper as Wrapper
-from fi_core.mla import get_batch_mla_module, trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
-from fi_core.runtime.errors import UnsupportedError
+from fi_core.mla import (
+    MLAPlanMetadata,
+    get_batch_mla_module,
+    trtllm_batch_decode_with_kv_cache_mla,
+    xqa_batch_decode_with_kv_cache_mla,
+)
 
 SCALE = 192**-0.5
+DENSE = ("cum_seq_lens_q", "block_tables", "seq_lens")
 LENGTHS = (0, 1, 63, 64, 65, 300)
 LSE = (1e-3, 1e-3)
 FP8 = torch.float8_e4m3fn
@@ -195,9 +200,35 @@ def test_tables_on_the_host_or_the_device(device: str) -> None:
 
 def graph_wrapper(b: Batch, capacity: int) -> Wrapper:
     device, size = b.q.device, b.kv_len.numel()
-    sizes = (size + 1, size + 1, capacity, size)
+    sizes = (size + 1, size + 4, capacity, size)  # offsets may have room for more requests
     tables = [torch.zeros(n, dtype=torch.int32, device=device) for n in sizes]
     return Wrapper(workspace(device.type), True, *tables)
+
+
+def test_tables_in_one_object_or_dense(device: str) -> None:
+    b = batch((65, 0, 300), 3, page_size=32, causal=True, device=device)
+    names = ("num_heads", "head_dim_ckv", "head_dim_kpe", "page_size", "causal", "sm_scale", "q_data_type",
+             "kv_data_type")  # fmt: skip
+    options = dict(zip(names, b.plan_arguments()[4:]))
+    lists, dense = b.plan_arguments()[:4], (b.qo_indptr, block_tables(b), b.kv_len)
+    wrapper, want = Wrapper(workspace(device)), b.expected()
+    for tables in (
+        {"metadata": MLAPlanMetadata.csr(*lists)},
+        {"metadata": MLAPlanMetadata.dense(*dense, max_q_len=3)},
+        {"metadata": MLAPlanMetadata.dual(*lists, **dict(zip(DENSE, dense)))},
+        dict(zip(DENSE, dense)),
+    ):
+        wrapper.plan(**tables, **options, lse_mode="base2", output_dtype=b.q.dtype, use_sinks=False)
+        out, lse = wrapper.run(query=b.q, kv_cache=b.cache, return_lse=True)
+        assert_close(out, want[0], tolerance=TOLERANCE[b.q.dtype])
+        assert_close(lse, want[1], tolerance=LSE)
+    nope, pe, ckv, kpe = b.run_arguments()
+    assert torch.equal(wrapper.run(query=(nope, pe), kv_cache=(ckv, kpe)), out)
+    wrapper.plan(**tables, **options, use_sinks=True)
+    with pytest.raises(ValueError, match="sinks: a tensor is required"):
+        wrapper.run(query=b.q, kv_cache=b.cache)
+    with pytest.raises(ValueError, match=r"block_tables: .batch_size, max_pages. with the 3 requests"):
+        wrapper.plan(**{**tables, "block_tables": dense[1][:2]}, **options)
 
 
 def test_a_graph_wrapper_keeps_its_buffers(device: str) -> None:
@@ -406,95 +437,3 @@ def test_results_do_not_depend_on_the_batch(heads: int, kind: torch.dtype, devic
         wrapper.plan(*alone.plan_arguments(), disable_split_kv=True)
         out, own_lse = wrapper.run(*alone.run_arguments(), return_lse=True, **options)
         assert torch.equal(out, together[rows]) and torch.equal(own_lse, lse[rows]), n
-
-
-def test_bad_plans_name_the_argument(device: str) -> None:
-    b = batch((65, 3), device=device)
-    wrapper, good = Wrapper(workspace(device)), list(b.plan_arguments())
-    for at, value, error, words in (
-        (1, b.kv_indptr[:-1], ValueError, "kv_indptr: length 3"),
-        (3, b.kv_len.float(), ValueError, "kv_len_arr: int32"),
-        (4, 0, ValueError, "num_heads"),
-        (5, 256, ValueError, "head_dim_ckv: 512"),
-        (6, -1, ValueError, "head_dim_kpe: 64"),
-        (7, 0, ValueError, "page_size"),
-        (9, "x", TypeError, "sm_scale"),
-        (10, torch.float32, ValueError, "q_data_type"),
-        (11, torch.float8_e5m2, ValueError, "kv_data_type"),
-        (11, torch.float16, ValueError, "kv_data_type"),
-    ):
-        with pytest.raises(error, match=words):
-            wrapper.plan(*good[:at], value, *good[at + 1 :])
-        with pytest.raises(RuntimeError, match="plan"):
-            wrapper.run(*b.run_arguments())
-    with pytest.raises(NotImplementedError, match="use_profiler"):
-        wrapper.plan(*good, True)
-    with pytest.raises(ValueError, match=r"float_workspace_buffer: .* bytes are required"):
-        Wrapper(torch.empty(16, device=device)).plan(*good)
-    for backend, error in (("cutlass", NotImplementedError), ("fa4", ValueError)):
-        with pytest.raises(error, match="backend"):
-            Wrapper(workspace(device), backend=backend)
-
-
-def test_fa3_is_not_the_cpu() -> None:
-    b = batch((65, 3), device="cpu")
-    wrapper = Wrapper(workspace("cpu"), backend="fa3")
-    wrapper.plan(*b.plan_arguments())
-    with pytest.raises(UnsupportedError, match=r"batch_mla\(.*is not supported"):
-        wrapper.run(*b.run_arguments())
-
-
-def test_bad_runs_name_the_argument(device: str) -> None:
-    b = batch((65, 3), device=device)
-    wrapper = Wrapper(workspace(device))
-    wrapper.plan(*b.plan_arguments())
-    good = list(b.run_arguments())
-    for at, value, words in (
-        (0, good[0].half(), "q_nope: torch.bfloat16 was planned"),
-        (1, good[1].half(), "q_pe: torch.bfloat16"),
-        (2, good[2].half(), "ckv_cache: torch.bfloat16"),
-        (3, good[3].half(), "kpe_cache: torch.bfloat16"),
-        (0, good[0][:, :8], "q_nope: shape"),
-        (1, good[1][..., :32], "q_pe: shape"),
-        (2, good[2][:, :32], "ckv_cache: shape"),
-        (3, good[3][..., :32], "kpe_cache: shape"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            wrapper.run(*good[:at], value, *good[at + 1 :])
-    for name in ("ckv_scale", "kpe_scale", "ckv_scale_arr"):
-        with pytest.raises(ValueError, match=f"{name}: must be None"):
-            wrapper.run(*good, **{name: 1.0})
-    with pytest.raises(ValueError, match="kv_len: must be None"):
-        wrapper.run(*good, kv_len=b.kv_len)
-    with pytest.raises(ValueError, match="out"):
-        wrapper.run(*good, out=torch.empty(1, device=device))
-
-
-def test_bad_scales_name_the_argument(device: str) -> None:
-    b = batch((65, 3), kv_dtype=FP8, device=device)
-    wrapper = Wrapper(workspace(device))
-    wrapper.plan(*b.plan_arguments())
-    array = torch.ones(*b.cache.shape[:2], 4, device=device)
-    for options, words in (
-        ({"kpe_scale": 1.0}, "exactly one of ckv_scale and ckv_scale_arr is required; got neither"),
-        ({"kpe_scale": 1.0, "ckv_scale": 1.0, "ckv_scale_arr": array}, "got both"),
-        ({"kpe_scale": 1.0, "ckv_scale": -1.0}, "ckv_scale: a finite positive"),
-        ({"ckv_scale": 1.0}, "kpe_scale: a finite positive"),
-        ({"kpe_scale": math.inf, "ckv_scale": 1.0}, "kpe_scale: a finite positive"),
-        ({"kpe_scale": 1.0, "ckv_scale_arr": array[..., :2]}, "ckv_scales"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            wrapper.run(*b.run_arguments(), **options)
-
-
-def test_lying_tables_are_found_on_the_cpu() -> None:
-    b = batch((65, 3))
-    wrapper = Wrapper(workspace("cpu"))
-    b.kv_indices[1] = 1000
-    wrapper.plan(*b.plan_arguments())
-    with pytest.raises(ValueError, match="must name pages of the cache"):
-        wrapper.run(*b.run_arguments())
-    good = batch((65, 3))
-    wrapper.plan(*good.plan_arguments())
-    with pytest.raises(ValueError, match="rows of q_nope"):
-        wrapper.run(good.q[:1, :, :512], good.q[:1, :, 512:], *good.run_arguments()[2:])

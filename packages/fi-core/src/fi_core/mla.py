@@ -8,12 +8,15 @@ from fi_core.attention.forms.tables_mla import (
     trtllm_batch_decode_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache_mla,
 )
-from fi_core.attention.wrappers.mla import BatchMLAPagedAttentionWrapper, get_batch_mla_module
+from fi_core.attention.wrappers.mla import BatchMLAPagedAttentionWrapper
+from fi_core.attention.wrappers.mla_tables import MLAPlanMetadata
+from fi_core.attention.wrappers.planners import get_batch_mla_module
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
     "MLAHeadDimensions",
     "MLALayerDimensions",
+    "MLAPlanMetadata",
     "deepseek_mla_dimensions",
     "get_batch_mla_module",
     "supported_mla_head_dimensions",

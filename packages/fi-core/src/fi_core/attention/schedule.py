@@ -1,4 +1,4 @@
-"""The plans of batch decode and prefill, which never change, and the workspaces in which schedules of decode lie."""
+"""The plans of batch decode, prefill and MLA, which never change, and where schedules of decode lie."""
 
 from __future__ import annotations
 
@@ -259,3 +259,33 @@ class PrefillPlan(Plan):
     def kept(self) -> str:
         """The mask that the kernel applies."""
         return "items" if self.items is not None else "plain" if self.mask is None else "custom"
+
+
+class MlaPlan(Plan):
+    """The plan of batch MLA. The first fields are arguments of `batch_mla`."""
+
+    workspace: Any = None
+    schedule: Any = None
+    page_indices: Any = None
+    batch_size: int = 0
+    max_ranges: int = 0
+    narrow_ranges: int = 0
+    wide_ranges: int = 0
+    cluster: int = 1
+    sm_scale: float = 1.0
+    causal: bool = False
+    num_heads: int = 0
+    page_size: int = 1
+    enable_pdl: bool | None = None
+    backend: str = "auto"
+    # Of the batch
+    q_dtype: Any = None
+    kv_dtype: Any = None
+    head_dim_kpe: int = 0
+    fp8: bool = False
+    split_kv: bool = True
+    sinks: bool = False  # whether a run without sinks is refused
+    # Tables of the wrapper
+    qo_indptr: Any = None
+    kv_indptr: Any = None
+    kv_len: Any = None

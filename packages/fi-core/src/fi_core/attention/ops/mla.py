@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.runtime.launch.operator import multiprocessors_of, operator, operators, target_of
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least, exactly
@@ -124,24 +124,6 @@ FIELDS = {
 }
 
 
-class MlaPlan(NamedTuple):
-    """What a plan fixes for its runs."""
-
-    workspace: torch.Tensor
-    schedule: torch.Tensor
-    page_indices: Any
-    batch_size: int
-    max_ranges: int
-    narrow_ranges: int
-    wide_ranges: int
-    cluster: int
-    sm_scale: float
-    causal: bool
-    num_heads: int
-    page_size: int
-    backend: str
-
-
 def _types(values: Values) -> Values:
     return {"q": values["q"], "kv": values["kv"]}
 
@@ -165,7 +147,22 @@ BATCH_MLA = Op(
     "Tensor? ckv_scales=None, bool lse_base_e=False, bool sparse=False, Tensor? sinks=None, Tensor? score_scale=None, "
     "Tensor? out_scale=None, int cp_world=1, int cp_rank=0, bool? enable_pdl=None, int num_heads=0, int page_size=0, "
     'str backend="auto"',
-    planned=MlaPlan._fields,
+    planned=(
+        "workspace",
+        "schedule",
+        "page_indices",
+        "batch_size",
+        "max_ranges",
+        "narrow_ranges",
+        "wide_ranges",
+        "cluster",
+        "sm_scale",
+        "causal",
+        "num_heads",
+        "page_size",
+        "enable_pdl",
+        "backend",
+    ),
     fields=FIELDS,
     axes={"q": ("f16", "bf16"), "kv": ("f16", "bf16", "e4m3")},
     config=MlaConfig,

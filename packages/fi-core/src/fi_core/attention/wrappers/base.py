@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.contract import check_workspace, computed, encoding, per_head, scale_product
 from fi_core.attention.wrappers import planners
-from fi_core.attention.wrappers.plan_state import PlanState
+from fi_core.attention.wrappers.plan_state import PlannedWrapper, of_plan
 from fi_core.runtime.launch.operator import rehearsal
 from fi_core.utils import PosEncodingMode, check_shape_dtype_device, int32_index
 
@@ -106,30 +105,9 @@ class PinnedMirror:
         return self._pinned
 
 
-class of_plan:
-    """A field of a wrapper's plan as an attribute, which engines read and assign. Assigning makes another plan."""
+class BatchWrapper(PinnedMirror, PlannedWrapper):
+    """A wrapper that plans a batch and runs it; the subclasses document `plan` and `run`."""
 
-    def __init__(self, field: str, read: Callable[[Any], Any] | None = None, write: Any = None) -> None:
-        self.field, self.read, self.write = field, read, write
-
-    def __get__(self, wrapper: Any, owner: type) -> Any:
-        if wrapper is None:
-            return self
-        value = getattr(wrapper._plan, self.field)
-        return self.read(value) if self.read else value
-
-    def __set__(self, wrapper: Any, value: Any) -> None:
-        wrapper._change(**{self.field: self.write(value) if self.write else value})
-
-
-class BatchWrapper(PinnedMirror, PlanState):
-    """A wrapper that plans a batch and runs it; the subclasses document `plan` and `run`.
-
-    All that a run needs of `plan` is in `_plan`, which no code changes: `_change` puts another one in its place.
-    """
-
-    _plan: Any
-    _call: Any = None  # the planned call of the kernel; None: no plan, or the plan has changed since it was made
     _pos_encoding_mode = of_plan("pos_encoding", lambda value: PosEncodingMode(value).name, encoding)
     _window_left, _sm_scale = of_plan("window_left"), of_plan("sm_scale")
     _logits_soft_cap = of_plan("soft_cap", write=lambda value: value or 0.0)
@@ -172,20 +150,6 @@ class BatchWrapper(PinnedMirror, PlanState):
         self.last_choice = None
         self._cached_module: Any = None
         planners.add(self)
-
-    def _change(self, **fields: Any) -> Any:
-        """Replaces the plan by one with these fields, whose call the next run makes, unless they are those it has."""
-        plan = self._plan
-        for name, value in fields.items():
-            had = getattr(plan, name)
-            if had is not value and not ({type(had), type(value)} <= {int, float} and had == value):
-                self._plan, self._call = plan.replace(**fields), None
-                break
-        return self._plan
-
-    def _forget_plan(self) -> None:
-        super()._forget_plan()
-        self._call = None
 
     def _on_device(self, name: str, table: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         """A table as kernels read it: on the device, int64 and uint32 converted to int32 (a small kernel each)."""

@@ -28,7 +28,7 @@ from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import Facts
 from fi_core.attention.schedule import DecodePlan, DecodeWorkspaces, split_kv_of
 from fi_core.attention.wrappers import planners
-from fi_core.attention.wrappers.base import BatchWrapper, check_results, keep, of_plan
+from fi_core.attention.wrappers.base import BatchWrapper, check_results, keep
 from fi_core.attention.wrappers.decode_arguments import (
     BACKENDS,
     FOREIGN,
@@ -39,6 +39,7 @@ from fi_core.attention.wrappers.decode_arguments import (
     deprecated_positional,
     lengths,
 )
+from fi_core.attention.wrappers.plan_state import of_plan
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.errors import blame, unsupported

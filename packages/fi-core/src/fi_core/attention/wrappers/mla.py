@@ -7,15 +7,16 @@ import math
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import check_backend, check_graph_buffer, check_workspace, dtype_of, flag, number
+from fi_core.attention.contract import check_backend, check_workspace, dtype_of, flag, number
 from fi_core.attention.ops import mla as ops
+from fi_core.attention.schedule import MlaPlan
 from fi_core.attention.wrappers import mla_trace, planners
-from fi_core.attention.wrappers.base import PinnedMirror, check_results
-from fi_core.attention.wrappers.plan_state import PlanOption, PlanState
+from fi_core.attention.wrappers.base import PinnedMirror, Shapes, check_results, float32, keep
+from fi_core.attention.wrappers.mla_tables import TABLES, MLAPlanMetadata, Tables, one_form
+from fi_core.attention.wrappers.plan_state import PlannedWrapper, of_plan
 from fi_core.observe.log import fi_api
-from fi_core.runtime.errors import blame
+from fi_core.runtime.errors import blame, refuse
 from fi_core.runtime.returns import method_with_lse
-from fi_core.utils import int32_index
 
 if TYPE_CHECKING:
     import torch
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
 BACKENDS = ("auto", "fa2", "fa3")
 FOREIGN = ("cutlass", "trtllm-gen", "cute-dsl", "cute-dsl-monolithic", "cute-dsl-modular", "xqa", "cutile")
 _INT_WORKSPACE = 8 << 20  # bytes
-_MAX_PLACED = 64  # batch sizes whose buffers are kept
-_TABLES = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+LAYOUTS, LSE_MODES, OUTPUT_SCALES = (None, "packed", "split"), ("none", "base2", "basee"), ("none", "per-tensor")
+# Of plan, from use_profiler to use_sinks: a key without them costs half.
+_DEFAULTS = (False, None, None, "none", None, "none", "default", False, None, False)
+SCALE_MODES = ("default", "kv-per-tensor", "bmm-scalar", "bmm-tensor")
 
 
 @fi_api
-class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
+class BatchMLAPagedAttentionWrapper(PinnedMirror, PlannedWrapper):
     """Multi-head latent attention with absorbed weights over a paged cache (MLA, arXiv:2405.04434).
 
     A query has a latent part (512 wide) and a rotary part (64 wide). The cache holds one latent row `ckv` and one
@@ -42,8 +45,7 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
             34 MiB all SMs of an H200 work, with less fewer.
         use_cuda_graph: fixes the batch size and lets `plan` copy its tables into the four buffers. A captured `run`
             then computes the batch that was planned last.
-        qo_indptr: int32 `[batch_size + 1]`, with use_cuda_graph.
-        kv_indptr: int32 `[batch_size + 1]`, with use_cuda_graph.
+        qo_indptr, kv_indptr: int32 `[batch_size + 1]` or longer, with use_cuda_graph.
         kv_indices: int32 `[max_pages]`, with use_cuda_graph.
         kv_len_arr: int32 `[batch_size]`, with use_cuda_graph.
         backend: "auto"; "fa2" (mma.sync, sm_80 and later); "fa3" (Hopper).
@@ -53,10 +55,15 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
         NotImplementedError: a backend of another library.
     """
 
+    _plan: MlaPlan
+    _causal, _sm_scale, _page_size = of_plan("causal"), of_plan("sm_scale"), of_plan("page_size")
+    _num_heads, _batch_size, _head_dim_kpe = of_plan("num_heads"), of_plan("batch_size"), of_plan("head_dim_kpe")
+    _q_data_type, _kv_data_type = of_plan("q_dtype"), of_plan("kv_dtype")
+    _qo_indptr_buf, _kv_indptr_buf = of_plan("qo_indptr"), of_plan("kv_indptr")
+    _kv_indices_buf, _kv_len_arr_buf = of_plan("page_indices"), of_plan("kv_len")
+    _head_dim_ckv = ops.LATENT
     device: torch.device
     last_choice: Choice | None
-    _call: Any = None  # of the kernel, with all that the plan fixes
-    _causal, _sm_scale, _page_size, _kv_indices_buf = PlanOption(), PlanOption(), PlanOption(), PlanOption()
 
     def __init__(
         self,
@@ -76,23 +83,10 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
         self._float_workspace_buffer, self.device = float_workspace_buffer, float_workspace_buffer.device
         self._int_workspace_buffer = torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self.device)
         self._pinned = None
-        self._qo_indptr_buf: Any = qo_indptr
-        self._kv_indptr_buf: Any = kv_indptr
-        self._kv_indices_buf = kv_indices
-        self._kv_len_arr_buf: Any = kv_len_arr
-        self._fixed_batch_size = 0
-        if use_cuda_graph:
-            for name in _TABLES:
-                check_graph_buffer(getattr(self, f"_{name}_buf"), name)
-            self._fixed_batch_size = kv_len_arr.numel()  # type: ignore[union-attr]
-            for name in ("qo_indptr", "kv_indptr"):
-                found = getattr(self, f"_{name}_buf").numel()
-                if found != self._fixed_batch_size + 1:
-                    raise ValueError(
-                        f"{name}: length {self._fixed_batch_size + 1} is required, one more than kv_len_arr; "
-                        f"got {found}"
-                    )
-        self._placed: dict[tuple[int, int], Any] = {}
+        buffers: dict[str, Any] = dict(zip(TABLES, (qo_indptr, kv_indptr, kv_indices, kv_len_arr)))
+        self._tables, self._shapes = Tables(self.device, buffers if use_cuda_graph else None), Shapes()
+        fields = dict(zip(("qo_indptr", "kv_indptr", "page_indices", "kv_len"), buffers.values()))
+        self._plan = MlaPlan(backend=backend, **fields)
         self._use_profiler = False
         self.last_choice = None
         self._cached_module: Any = None
@@ -111,20 +105,34 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
     @fi_api
     def plan(
         self,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_indices: torch.Tensor,
-        kv_len_arr: torch.Tensor,
-        num_heads: int,
-        head_dim_ckv: int,
-        head_dim_kpe: int,
-        page_size: int,
-        causal: bool,
-        sm_scale: float,
-        q_data_type: torch.dtype | str,
-        kv_data_type: torch.dtype | str,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        kv_len_arr: torch.Tensor | None = None,
+        num_heads: int | None = None,
+        head_dim_ckv: int | None = None,
+        head_dim_kpe: int | None = None,
+        page_size: int | None = None,
+        causal: bool | None = None,
+        sm_scale: float | None = None,
+        q_data_type: torch.dtype | str | None = None,
+        kv_data_type: torch.dtype | str | None = None,
         use_profiler: bool = False,
         *,
+        metadata: MLAPlanMetadata | None = None,
+        cum_seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        max_q_len: int | None = None,
+        query_layout: str | None = None,
+        kv_cache_layout: str | None = None,
+        lse_mode: str = "none",
+        output_dtype: torch.dtype | str | None = None,
+        output_scale: str = "none",
+        scale_mode: str = "default",
+        skip_softmax: bool = False,
+        enable_pdl: bool | None = None,
+        use_sinks: bool = False,
         disable_split_kv: bool = False,
     ) -> None:
         """Plans the next `run` calls: splits the KV of each request into work tiles. It does not synchronise.
@@ -143,6 +151,17 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
             q_data_type: fp16 or bf16.
             kv_data_type: that of q, or float8_e4m3fn with bf16 queries.
             use_profiler: must be False.
+            metadata: all tables in one object, instead of the arguments above and below.
+            cum_seq_lens_q, block_tables, seq_lens: instead of the first four `[batch_size + 1]`, `[batch_size,
+                max_pages]` and `[batch_size]`: a row of page ids for each request.
+            max_q_len, skip_softmax: hints without effect.
+            query_layout, kv_cache_layout, lse_mode: None, "packed" or "split"; "none", "base2" or "basee". A run takes
+                both layouts and returns lse in either base, whatever was planned.
+            output_dtype: None, or that of q.
+            output_scale: must be "none".
+            scale_mode: "default" or "kv-per-tensor": the scales of run.
+            enable_pdl: programmatic dependent launch; None: where the device supports it.
+            use_sinks: a run must then have sinks.
             disable_split_kv: requests are not split. The result of a request then has the same bits alone and in any
                 batch of as many query tokens each; few requests leave SMs idle.
 
@@ -151,114 +170,108 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
 
         Raises:
             ValueError: a shape, width or dtype; with use_cuda_graph also tables that do not fit the buffers.
-            TypeError: an argument that is no number.
-            NotImplementedError: use_profiler.
+            TypeError: an argument is missing, or no number.
+            NotImplementedError: use_profiler, output_dtype, output_scale or scale_mode.
         """
-        import torch
-
         self._forget_plan()
-        q_type = dtype_of(q_data_type, "q_data_type")
-        kv_type = dtype_of(kv_data_type, "kv_data_type")
-        if q_type not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"q_data_type: torch.float16 or torch.bfloat16 is required; got {q_type}")
-        if kv_type not in (torch.float16, torch.bfloat16, torch.float8_e4m3fn):
-            raise ValueError(
-                f"kv_data_type: torch.float16, torch.bfloat16 or torch.float8_e4m3fn is required; got {kv_type}"
-            )
-        if kv_type is torch.float8_e4m3fn and q_type is not torch.bfloat16:
-            raise ValueError(f"q_data_type: torch.bfloat16 is required with a float8_e4m3fn cache; got {q_type}")
-        if kv_type is not torch.float8_e4m3fn and kv_type is not q_type:
-            raise ValueError(
-                f"kv_data_type: that of the queries, {q_type}, or float8_e4m3fn is required; got {kv_type}"
-            )
+        tables = qo_indptr, kv_indptr, kv_indices, kv_len_arr
+        dense = cum_seq_lens_q is not None or block_tables is not None or seq_lens is not None or max_q_len is not None
+        if dense or metadata is not None or kv_len_arr is None:
+            tables = one_form(metadata, cum_seq_lens_q, block_tables, seq_lens, max_q_len, *tables)
+        key: tuple[Any, ...] = (
+            num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type,
+            disable_split_kv,
+        )  # fmt: skip
+        rest = (
+            use_profiler, query_layout, kv_cache_layout, lse_mode, output_dtype, output_scale, scale_mode, skip_softmax,
+            enable_pdl, use_sinks,
+        )  # fmt: skip
+        if rest != _DEFAULTS:
+            key = (*key, *rest)
+        plan, sized = self._shapes.find(key) or self._shapes.keep(key, self._shaped(*key))
+        placed = self._tables.place(*tables)
+        batch_size = placed[3].numel()
+        found = sized.get(batch_size) or keep(sized, batch_size, self._sized(plan, batch_size))
+        self._end(found, placed)
+        self._cached_module = planners.MLA_PLANNER
+
+    def _shaped(
+        self, num_heads: Any, head_dim_ckv: Any, head_dim_kpe: Any, page_size: Any, causal: Any, sm_scale: Any,
+        q_data_type: Any, kv_data_type: Any, disable_split_kv: Any, use_profiler: Any = False, query_layout: Any = None,
+        kv_cache_layout: Any = None, lse_mode: Any = "none", output_dtype: Any = None, output_scale: Any = "none",
+        scale_mode: Any = "default", skip_softmax: Any = False, enable_pdl: Any = None, use_sinks: Any = False,
+    ) -> MlaPlan:  # fmt: skip
+        """A plan without tables for the options of `plan`."""
+        required = {
+            "num_heads": num_heads, "head_dim_ckv": head_dim_ckv, "head_dim_kpe": head_dim_kpe, "page_size": page_size,
+            "causal": causal, "sm_scale": sm_scale, "q_data_type": q_data_type, "kv_data_type": kv_data_type,
+        }  # fmt: skip
+        missing = [name for name, value in required.items() if value is None]
+        if missing:
+            raise TypeError(f"plan() missing required arguments: {', '.join(missing)}")
+        q_type, kv_type = dtype_of(q_data_type, "q_data_type"), dtype_of(kv_data_type, "kv_data_type")
+        check_types(q_type, kv_type)
         if head_dim_ckv != ops.LATENT:
             raise ValueError(f"head_dim_ckv: {ops.LATENT} is required; got {head_dim_ckv!r}")
         if head_dim_kpe not in (0, ops.ROPE):
             raise ValueError(f"head_dim_kpe: {ops.ROPE}, or 0 without a rotary part, is required; got {head_dim_kpe!r}")
-        if use_profiler:
-            raise NotImplementedError("use_profiler: kernels have no profiler of their own; use Nsight Compute")
         for name, value in (("num_heads", num_heads), ("page_size", page_size)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: a positive integer is required; got {value!r}")
-        scale = number(sm_scale, "sm_scale")
-        self._set_tables(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
-        self._q_data_type, self._kv_data_type, self._is_fp8 = q_type, kv_type, kv_type is torch.float8_e4m3fn
-        self._causal, self._sm_scale, self._page_size = bool(causal), scale, page_size
-        self._split_kv = not flag("disable_split_kv", disable_split_kv)
-        self._head_dim_ckv, self._head_dim_kpe = head_dim_ckv, head_dim_kpe
-        self._cached_module = PLANNER
-        self._replan(num_heads)
-
-    def _forget_plan(self) -> None:
-        super()._forget_plan()
-        self._call = None
-
-    def _set_tables(self, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_len_arr: Any) -> None:
-        """Copies the tables of a plan to the device: into the buffers of a CUDA graph, or where they are needed."""
-        import torch
-
-        given = dict(zip(_TABLES, (qo_indptr, kv_indptr, kv_indices, kv_len_arr)))
-        try:
-            batch_size = kv_len_arr.numel()
-            for name, table in given.items():
-                if table.ndim != 1 or table.dtype not in (torch.int32, torch.int64):
-                    raise ValueError(
-                        f"{name}: int32 with one dimension is required; got {table.dtype}, shape {tuple(table.shape)}"
-                    )
-            if self._use_cuda_graph and batch_size != self._fixed_batch_size:
-                raise ValueError(
-                    f"kv_len_arr: the buffers fix a batch of {self._fixed_batch_size} requests; got {batch_size}"
-                )
-            for name in ("qo_indptr", "kv_indptr"):
-                if given[name].numel() != batch_size + 1:
-                    raise ValueError(
-                        f"{name}: length {batch_size + 1} is required, one more than kv_len_arr; "
-                        f"got {given[name].numel()}"
-                    )
-            for name, table in given.items():
-                if not self._use_cuda_graph:
-                    if table.device != self.device or table.dtype is not torch.int32:
-                        table = int32_index(table).to(self.device, non_blocking=True)
-                    setattr(self, f"_{name}_buf", table.contiguous())
-                    continue
-                buffer = getattr(self, f"_{name}_buf")
-                if table.numel() > buffer.numel():
-                    raise ValueError(f"{name}: the buffer holds {buffer.numel()} entries; got {table.numel()}")
-                if table.data_ptr() != buffer.data_ptr():
-                    buffer[: table.numel()].copy_(int32_index(table), non_blocking=True)
-        except (AttributeError, RuntimeError) as error:
-            blame(error, **given)
-        self._batch_size = batch_size
-
-    def _replan(self, num_heads: int) -> list[int]:
-        """Computes the schedules of the batch from the tables on the device."""
-        self._num_heads = num_heads
-        self._sizes, self._schedule, self._partials = self._buffers(num_heads, self._batch_size)
-        size = self._sizes
-        ops.mla_plan(
-            self._schedule, self._kv_len_arr_buf, self._page_size, num_heads, size.max_ranges, size.narrow_ranges,
-            size.wide_ranges, ops.NARROW_ROWS, ops.WIDE_ROWS * size.cluster, self._qo_indptr_buf, self._kv_indptr_buf,
-            split_kv=self._split_kv,
+        for name, word, words in (
+            ("query_layout", query_layout, LAYOUTS), ("kv_cache_layout", kv_cache_layout, LAYOUTS),
+            ("lse_mode", lse_mode, LSE_MODES), ("output_scale", output_scale, OUTPUT_SCALES),
+            ("scale_mode", scale_mode, SCALE_MODES),
+        ):  # fmt: skip
+            if word not in words:
+                raise ValueError(f"{name}: one of {', '.join(map(repr, words))} is required; got {word!r}")
+        refuse("kernels have no profiler of their own; use Nsight Compute", use_profiler=use_profiler)
+        refuse("scale the output afterwards", output_scale=None if output_scale == "none" else output_scale)
+        refuse("pass ckv_scale and kpe_scale to run", scale_mode=scale_mode if scale_mode.startswith("bmm") else None)
+        other = None if output_dtype is None or dtype_of(output_dtype, "output_dtype") is q_type else output_dtype
+        refuse(f"the output is {q_type} as the queries; convert it afterwards", output_dtype=other)
+        return MlaPlan(
+            backend=self._backend, num_heads=num_heads, head_dim_kpe=head_dim_kpe, page_size=page_size,
+            causal=bool(causal), sm_scale=number(sm_scale, "sm_scale"), q_dtype=q_type, kv_dtype=kv_type,
+            fp8=kv_type.itemsize == 1, split_kv=not flag("disable_split_kv", disable_split_kv), enable_pdl=enable_pdl,
+            sinks=bool(use_sinks),
         )  # fmt: skip
-        return self._end_plan([self._batch_size, num_heads, *size])
 
-    def _buffers(self, num_heads: int, batch_size: int) -> tuple[ops.Sizes, torch.Tensor, torch.Tensor]:
-        found = self._placed.get((num_heads, batch_size))
-        if found is None:
-            if len(self._placed) == _MAX_PLACED:
-                self._placed.clear()
-            found = ops.place(self._int_workspace_buffer, self._float_workspace_buffer, num_heads, batch_size)
-            self._placed[num_heads, batch_size] = found
-        return found
+    def _sized(self, plan: MlaPlan, batch_size: int) -> MlaPlan:
+        """The plan with its buffers, at the same addresses for plans of as many requests and heads."""
+        size, schedule, workspace = ops.place(
+            self._int_workspace_buffer, self._float_workspace_buffer, plan.num_heads, batch_size
+        )
+        return plan.replace(batch_size=batch_size, schedule=schedule, workspace=workspace, **size._asdict())
+
+    def _end(self, plan: MlaPlan, tables: tuple[Any, ...]) -> list[int]:
+        """Completes a plan, of `_sized`: computes its schedules, and makes the call of its kernel.
+
+        tables: on the device.
+        """
+        qo_indptr, kv_indptr, page_indices, kv_len = tables
+        plan = plan.replace(qo_indptr=qo_indptr, kv_indptr=kv_indptr, page_indices=page_indices, kv_len=kv_len)
+        ops.mla_plan(
+            plan.schedule, kv_len, plan.page_size, plan.num_heads, plan.max_ranges, plan.narrow_ranges,
+            plan.wide_ranges, ops.NARROW_ROWS, ops.WIDE_ROWS * plan.cluster, qo_indptr, kv_indptr,
+            split_kv=plan.split_kv,
+        )  # fmt: skip
+        self._set_call(plan)
+        ranges = plan.max_ranges, plan.narrow_ranges, plan.wide_ranges
+        return self._end_plan([plan.batch_size, plan.num_heads, *ranges, plan.cluster])
+
+    def _set_call(self, plan: MlaPlan) -> None:
+        """Makes this the plan, and the call of the kernel that runs it."""
+        self._plan, self._call = plan, ops.plan_run(self.last_choice, self.device, check_call, plan)
 
     @method_with_lse
     @fi_api(trace=mla_trace.TEMPLATE, planned=mla_trace.PLANNED)
     def run(
         self,
-        q_nope: torch.Tensor,
-        q_pe: torch.Tensor,
-        ckv_cache: torch.Tensor,
-        kpe_cache: torch.Tensor,
+        q_nope: torch.Tensor | None = None,
+        q_pe: torch.Tensor | None = None,
+        ckv_cache: torch.Tensor | None = None,
+        kpe_cache: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -268,10 +281,15 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
         return_lse_base_on_e: bool = False,
         o_scale: float | None = None,
         *,
+        query: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         ckv_scale: float | None = None,
         ckv_scale_arr: torch.Tensor | None = None,
         kpe_scale: float | None = None,
         sinks: torch.Tensor | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        bmm1_scale: float | torch.Tensor | None = None,
+        bmm2_scale: float | torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of the planned batch: `softmax((q_nope ckv^T + q_pe kpe^T) * sm_scale) ckv` for each head.
 
@@ -283,12 +301,16 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
             out: like q_nope; written and returned if given. Rows outside all requests are not written.
             lse: fp32 `[tokens, num_heads]`, written if given.
             return_lse: also return lse, `log2(sum(2^(score * log2 e)))`.
-            profiler_buffer, kv_len, page_table, o_scale: must be None; they belong to kernels of other libraries.
+            profiler_buffer, kv_len, page_table, o_scale, bmm1_scale, bmm2_scale: must be None; they belong to kernels
+                of other libraries.
             return_lse_base_on_e: lse as a natural logarithm.
+            query: instead of q_nope and q_pe these two as a tuple, or side by side in one tensor.
+            kv_cache: instead of ckv_cache and kpe_cache, likewise.
             ckv_scale: with a float8_e4m3fn cache the value of an element is `ckv * ckv_scale`.
             ckv_scale_arr: instead of ckv_scale, fp32 `[num_pages, page_size, 4]`, a scale of each 128 columns.
             kpe_scale: with a float8_e4m3fn cache and a rotary part, likewise.
             sinks: fp32 `[num_heads]`, a logit that joins the softmax and the lse of each head.
+            skip_softmax_threshold_scale_factor: without effect; no softmax is skipped, which any threshold permits.
 
             Queries and caches may have any strides with a contiguous last dimension and rows at multiples of 16 bytes:
             ckv_cache and kpe_cache may be slices of one `[num_pages, page_size, 576]` tensor.
@@ -302,157 +324,129 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlanState):
             ValueError: shape, dtype, device, stride or scale. Tables that lie: on the CPU; on CUDA with FI_CHECK=1 at
                 import, which synchronises.
         """
-        call = self._call or self._plan_call()
-        if profiler_buffer is not None or kv_len is not None or page_table is not None or o_scale is not None:
-            self._refuse_foreign(profiler_buffer=profiler_buffer, kv_len=kv_len, page_table=page_table, o_scale=o_scale)
+        plan, call = self._plan, self._call
+        if call is None:
+            plan, call = self._ready()
+        foreign = profiler_buffer is not None or kv_len is not None or page_table is not None or o_scale is not None
+        if foreign or bmm1_scale is not None or bmm2_scale is not None:
+            refuse(
+                "it belongs to kernels of another library", profiler_buffer=profiler_buffer, kv_len=kv_len,
+                page_table=page_table, o_scale=o_scale, bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale,
+            )  # fmt: skip
+        if query is not None:
+            q_nope, q_pe = _parts("query", query, q_nope=q_nope, q_pe=q_pe)
+        if kv_cache is not None:
+            ckv_cache, kpe_cache = _parts("kv_cache", kv_cache, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         ckv = kpe = 1.0
-        if self._is_fp8 or ckv_scale is not None or ckv_scale_arr is not None or kpe_scale is not None:
-            ckv, kpe = self._scales(ckv_scale, ckv_scale_arr, kpe_scale)
+        if plan.fp8 or ckv_scale is not None or ckv_scale_arr is not None or kpe_scale is not None:
+            ckv, kpe = _scales(plan, ckv_scale, ckv_scale_arr, kpe_scale)
+        if plan.sinks and sinks is None:
+            raise ValueError("sinks: a tensor is required, since use_sinks was planned; got None")
         return_lse = return_lse is True or (return_lse is not False and flag("return_lse", return_lse))
         given = out, lse
         try:
             if out is None:
-                out = q_nope.new_empty(*q_nope.shape)
+                out = q_nope.new_empty(*q_nope.shape)  # type: ignore[union-attr]
             if lse is None and return_lse:
-                import torch
-
-                lse = q_nope.new_empty(*q_nope.shape[:2], dtype=torch.float32)
+                lse = q_nope.new_empty(*q_nope.shape[:2], dtype=float32())  # type: ignore[union-attr]
             ran = ops.run_planned(
                 call, out, lse, q_nope, q_pe, ckv_cache, kpe_cache, ckv, kpe, ckv_scale_arr, return_lse_base_on_e,
                 sinks=sinks,
             )  # fmt: skip
-        except Exception as error:  # in the words of the plan, if the call differs from it
-            try:
-                self._check_call(None, None, None, q_nope, q_pe, ckv_cache, kpe_cache)
-                check_results(q_nope, q_nope.shape, q_nope.dtype, *given)
-            except (AttributeError, RuntimeError, IndexError) as found:
-                if isinstance(error, (AttributeError, RuntimeError, IndexError)):
-                    blame(found, q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
+        except Exception as error:
+            _explain(error, plan, given, (q_nope, q_pe, ckv_cache, kpe_cache))
             raise
         self.last_choice = ran or self.last_choice
         return (out, lse) if return_lse and lse is not None else out
 
-    def _plan_call(self) -> Any:
-        """The call of the kernel with all that the plan fixes."""
+    def _ready(self) -> tuple[MlaPlan, Any]:
+        """The plan and its call, made anew because an option has changed."""
         if self._plan_info is None:
             raise self._no_plan()
-        max_ranges, narrow_ranges, wide_ranges, cluster = self._sizes
-        plan = ops.MlaPlan(
-            workspace=self._partials, schedule=self._schedule, page_indices=self._kv_indices_buf,
-            batch_size=self._batch_size, max_ranges=max_ranges, narrow_ranges=narrow_ranges, wide_ranges=wide_ranges,
-            cluster=cluster, sm_scale=self._sm_scale, causal=self._causal, num_heads=self._num_heads,
-            page_size=self._page_size, backend=self._backend,
-        )  # fmt: skip
-        self._call = ops.plan_run(self.last_choice, self.device, self._check_call, plan)
-        return self._call
+        self._set_call(self._plan)
+        return self._plan, self._call
 
     run_return_lse: functools.partialmethod[Any] = functools.partialmethod(run, return_lse=True)
 
-    def _refuse_foreign(self, **given: Any) -> None:
-        """Raises the error that names an argument of other libraries."""
-        for name, value in given.items():
+
+def check_types(q_type: torch.dtype, kv_type: torch.dtype) -> None:
+    """Raises ValueError unless there are kernels for queries and a cache of these dtypes."""
+    import torch
+
+    if q_type not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"q_data_type: torch.float16 or torch.bfloat16 is required; got {q_type}")
+    if kv_type not in (torch.float16, torch.bfloat16, torch.float8_e4m3fn):
+        raise ValueError(
+            f"kv_data_type: torch.float16, torch.bfloat16 or torch.float8_e4m3fn is required; got {kv_type}"
+        )
+    if kv_type is torch.float8_e4m3fn and q_type is not torch.bfloat16:
+        raise ValueError(f"q_data_type: torch.bfloat16 is required with a float8_e4m3fn cache; got {q_type}")
+    if kv_type is not torch.float8_e4m3fn and kv_type is not q_type:
+        raise ValueError(f"kv_data_type: that of the queries, {q_type}, or float8_e4m3fn is required; got {kv_type}")
+
+
+def _parts(name: str, whole: Any, **parts: Any) -> Any:
+    """The latent and the rotary part of a run's query or cache, in either form. Raises TypeError and ValueError."""
+    if any(x is not None for x in parts.values()):
+        raise TypeError(f"{name}: {' and '.join(parts)} may not be given with it; got both")
+    if hasattr(whole, "tensor_split"):
+        return whole[..., : ops.LATENT], whole[..., ops.LATENT :]
+    if not isinstance(whole, tuple) or len(whole) != 2:
+        raise TypeError(f"{name}: a tensor or a tuple ({', '.join(parts)}) is required; got a {type(whole).__name__}")
+    return whole
+
+
+def _explain(error: Exception, plan: MlaPlan, results: tuple[Any, Any], values: tuple[Any, ...]) -> None:
+    """Raises the error that names the argument of a refused run that differs from its plan.
+
+    results: out and lse as given; values: q_nope, q_pe, ckv_cache and kpe_cache.
+    """
+    given = dict(zip(("q_nope", "q_pe", "ckv_cache", "kpe_cache"), values))
+    missing = [name for name, value in given.items() if value is None]
+    if missing:
+        raise TypeError(f"run() missing {', '.join(missing)}: query= and kv_cache= may stand for two of them each")
+    try:
+        check_call(plan, None, None, *values)
+        check_results(values[0], values[0].shape, values[0].dtype, *results)
+    except (AttributeError, RuntimeError, IndexError) as found:
+        if isinstance(error, (AttributeError, RuntimeError, IndexError)):
+            blame(found, **given)
+
+
+def _scales(plan: MlaPlan, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any) -> tuple[float, float]:
+    """The scales of ckv and kpe, 1 where there are none. Raises ValueError."""
+    if not plan.fp8:
+        for name, value in (("ckv_scale", ckv_scale), ("ckv_scale_arr", ckv_scale_arr), ("kpe_scale", kpe_scale)):
             if value is not None:
-                raise ValueError(f"{name}: must be None; it belongs to the kernels of another library")
+                raise ValueError(f"{name}: must be None with a cache of {plan.kv_dtype}; got {value!r}")
+        return 1.0, 1.0
+    if (ckv_scale is None) == (ckv_scale_arr is None):
+        came = "neither" if ckv_scale is None else "both"
+        raise ValueError(
+            f"Exactly one of ckv_scale or ckv_scale_arr is required with a float8_e4m3fn cache; got {came}"
+        )
+    ckv = 1.0 if ckv_scale is None else _scale(ckv_scale, "ckv_scale")
+    return ckv, _scale(kpe_scale, "kpe_scale") if plan.head_dim_kpe else ckv
 
-    def _scales(self, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any) -> tuple[float, float]:
-        """The scales of ckv and kpe, 1 where there are none. Raises ValueError."""
-        if not self._is_fp8:
-            for name, value in (("ckv_scale", ckv_scale), ("ckv_scale_arr", ckv_scale_arr), ("kpe_scale", kpe_scale)):
-                if value is not None:
-                    raise ValueError(f"{name}: must be None with a cache of {self._kv_data_type}; got {value!r}")
-            return 1.0, 1.0
-        if (ckv_scale is None) == (ckv_scale_arr is None):
-            came = "neither" if ckv_scale is None else "both"
-            raise ValueError(f"ckv_scale: exactly one of ckv_scale and ckv_scale_arr is required; got {came}")
-        ckv = 1.0 if ckv_scale is None else _scale(ckv_scale, "ckv_scale")
-        return ckv, _scale(kpe_scale, "kpe_scale") if self._head_dim_kpe else ckv
 
-    def _check_call(
-        self, plan: Any, out: Any, lse: Any, q_nope: Any, q_pe: Any, ckv_cache: Any, kpe_cache: Any, *rest: Any
-    ) -> None:
-        """Raises the error that names the input that differs from the plan."""
-        for name, tensor, dtype in (
-            ("q_nope", q_nope, self._q_data_type),
-            ("q_pe", q_pe, self._q_data_type),
-            ("ckv_cache", ckv_cache, self._kv_data_type),
-            ("kpe_cache", kpe_cache, self._kv_data_type),
-        ):
-            if tensor.dtype is not dtype:
-                raise ValueError(f"{name}: {dtype} was planned; got {tensor.dtype}")
-        for name, tensor, last in (
-            ("q_nope", q_nope, (self._num_heads, self._head_dim_ckv)),
-            ("q_pe", q_pe, (self._num_heads, self._head_dim_kpe)),
-            ("ckv_cache", ckv_cache, (self._page_size, self._head_dim_ckv)),
-            ("kpe_cache", kpe_cache, (self._page_size, self._head_dim_kpe)),
-        ):
-            if tensor.ndim != 3 or tuple(tensor.shape[1:]) != last:
-                raise ValueError(f"{name}: shape [.., {last[0]}, {last[1]}] was planned; got {tuple(tensor.shape)}")
+def check_call(
+    plan: MlaPlan, out: Any, lse: Any, q_nope: Any, q_pe: Any, ckv_cache: Any, kpe_cache: Any, *rest: Any
+) -> None:
+    """Raises the error that names the input that differs from the plan."""
+    latent, rope = ops.LATENT, plan.head_dim_kpe
+    for name, tensor, dtype, last in (
+        ("q_nope", q_nope, plan.q_dtype, (plan.num_heads, latent)),
+        ("q_pe", q_pe, plan.q_dtype, (plan.num_heads, rope)),
+        ("ckv_cache", ckv_cache, plan.kv_dtype, (plan.page_size, latent)),
+        ("kpe_cache", kpe_cache, plan.kv_dtype, (plan.page_size, rope)),
+    ):
+        if tensor.dtype is not dtype:
+            raise ValueError(f"{name}: {dtype} was planned; got {tensor.dtype}")
+        if tensor.ndim != 3 or tuple(tensor.shape[1:]) != last:
+            raise ValueError(f"{name}: shape [.., {last[0]}, {last[1]}] was planned; got {tuple(tensor.shape)}")
 
 
 def _scale(value: Any, name: str) -> float:
     if not isinstance(value, (float, Real)) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name}: a finite positive number is required with a float8_e4m3fn cache; got {value!r}")
     return float(value)
-
-
-class _Plan:
-    """`_cached_module.plan` of the MLA wrapper: engines call it, or its `default`, in the replay of a CUDA graph."""
-
-    def __call__(
-        self,
-        float_workspace_buffer: torch.Tensor,
-        int_workspace_buffer: torch.Tensor,
-        pin_memory_int_workspace_buffer: torch.Tensor,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_len_arr: torch.Tensor,
-        num_heads: int,
-        head_dim_ckv: int,
-        causal: bool,
-    ) -> list[int]:
-        """Plans for the wrapper that owns the int workspace; its page table must be in place.
-
-        Args:
-            float_workspace_buffer, pin_memory_int_workspace_buffer, head_dim_ckv: not needed.
-            int_workspace_buffer: identifies the wrapper.
-            qo_indptr, kv_indptr, kv_len_arr: as in `BatchMLAPagedAttentionWrapper.plan`, on the host or on the device.
-            num_heads, causal: likewise.
-
-        Returns:
-            The plan info.
-        """
-        wrapper = planners.owner(int_workspace_buffer)
-        if not wrapper._was_planned:
-            raise RuntimeError("plan: call plan of the wrapper once before")
-        wrapper._forget_plan()
-        wrapper._set_tables(qo_indptr, kv_indptr, wrapper._kv_indices_buf, kv_len_arr)
-        wrapper._causal = causal
-        info: list[int] = wrapper._replan(num_heads)
-        return info
-
-    @property
-    def default(self) -> _Plan:
-        return self
-
-
-class MlaPlanner:
-    """`_cached_module` of an MLA wrapper."""
-
-    plan = _Plan()
-
-
-PLANNER = MlaPlanner()
-
-
-def get_batch_mla_module(
-    backend: str,
-    dtype_q: torch.dtype,
-    dtype_kv: torch.dtype,
-    dtype_o: torch.dtype,
-    dtype_idx: torch.dtype,
-    head_dim_ckv: int,
-    head_dim_kpe: int,
-    use_profiler: bool,
-) -> MlaPlanner:
-    """The planner of MLA wrappers, for engines that plan by themselves. Arguments are ignored."""
-    return PLANNER

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fi_core.attention.contract import check_shape
@@ -50,20 +51,41 @@ class PlanState:
         )
 
 
-class PlanOption:
-    """An attribute that a plan fixes and that engines assign: the run that follows plans its call anew."""
+class of_plan:
+    """A field of a wrapper's plan as an attribute, which engines read and assign. Assigning makes another plan."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+    def __init__(self, field: str, read: Callable[[Any], Any] | None = None, write: Any = None) -> None:
+        self.field, self.read, self.write = field, read, write
 
     def __get__(self, wrapper: Any, owner: type) -> Any:
-        if wrapper is None:  # of the class, as the reference lists its members
+        if wrapper is None:
             return self
-        try:
-            return vars(wrapper)[self.name]
-        except KeyError:
-            raise AttributeError(f"{owner.__name__} has no {self.name} before plan") from None
+        value = getattr(wrapper._plan, self.field)
+        return self.read(value) if self.read else value
 
     def __set__(self, wrapper: Any, value: Any) -> None:
-        vars(wrapper)[self.name] = value
-        wrapper._call = None
+        wrapper._change(**{self.field: self.write(value) if self.write else value})
+
+
+class PlannedWrapper(PlanState):
+    """A wrapper whose `plan` makes a `schedule.Plan`.
+
+    All that a run needs of `plan` is in `_plan`, which no code changes: `_change` puts another one in its place.
+    """
+
+    _plan: Any
+    _call: Any = None  # the planned call of the kernel; None: no plan, or the plan has changed since it was made
+
+    def _change(self, **fields: Any) -> Any:
+        """Replaces the plan by one with these fields, whose call the next run makes, unless they are those it has."""
+        plan = self._plan
+        for name, value in fields.items():
+            had = getattr(plan, name)
+            if had is not value and not ({type(had), type(value)} <= {int, float} and had == value):
+                self._plan, self._call = plan.replace(**fields), None
+                break
+        return self._plan
+
+    def _forget_plan(self) -> None:
+        super()._forget_plan()
+        self._call = None

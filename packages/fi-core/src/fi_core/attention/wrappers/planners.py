@@ -221,3 +221,69 @@ def fast_decode_plan(
 def get_batch_prefill_module(backend: str, *_: Any) -> Planner:
     """The planner of the batch prefill wrappers, for engines that plan by themselves. Arguments are ignored."""
     return PLANNER
+
+
+class _MlaPlan:
+    """`_cached_module.plan` of the MLA wrapper: engines call it, or its `default`, in the replay of a CUDA graph."""
+
+    def __call__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        int_workspace_buffer: torch.Tensor,
+        pin_memory_int_workspace_buffer: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        causal: bool,
+    ) -> list[int]:
+        """Plans for the wrapper that owns the int workspace; its page table must be in place.
+
+        Args:
+            float_workspace_buffer, pin_memory_int_workspace_buffer, head_dim_ckv: not needed.
+            int_workspace_buffer: identifies the wrapper.
+            qo_indptr, kv_indptr, kv_len_arr: as in `BatchMLAPagedAttentionWrapper.plan`, on the host or on the device.
+            num_heads, causal: likewise.
+
+        Returns:
+            The plan info.
+        """
+        wrapper = owner(int_workspace_buffer)
+        if not wrapper._was_planned:
+            raise RuntimeError("plan: call plan of the wrapper once before")
+        wrapper._forget_plan()
+        plan = wrapper._plan.replace(causal=bool(causal))
+        tables = wrapper._tables.place(qo_indptr, kv_indptr, plan.page_indices, kv_len_arr)
+        batch_size = tables[3].numel()
+        if (num_heads, batch_size) != (plan.num_heads, plan.batch_size):
+            plan = wrapper._sized(plan.replace(num_heads=num_heads), batch_size)
+        info: list[int] = wrapper._end(plan, tables)
+        return info
+
+    @property
+    def default(self) -> _MlaPlan:
+        return self
+
+
+class MlaPlanner:
+    """`_cached_module` of an MLA wrapper."""
+
+    plan = _MlaPlan()
+
+
+MLA_PLANNER = MlaPlanner()
+
+
+def get_batch_mla_module(
+    backend: str,
+    dtype_q: torch.dtype,
+    dtype_kv: torch.dtype,
+    dtype_o: torch.dtype,
+    dtype_idx: torch.dtype,
+    head_dim_ckv: int,
+    head_dim_kpe: int,
+    use_profiler: bool,
+) -> MlaPlanner:
+    """The planner of MLA wrappers, for engines that plan by themselves. Arguments are ignored."""
+    return MLA_PLANNER

@@ -26,7 +26,8 @@ from fi_core.attention.ops import prefill as ops
 from fi_core.attention.ops.request import LOAD_BYTES, Facts, alignment, by_variant
 from fi_core.attention.schedule import PrefillPlan
 from fi_core.attention.wrappers import planners
-from fi_core.attention.wrappers.base import BatchWrapper, float32, of_plan, run_scales
+from fi_core.attention.wrappers.base import BatchWrapper, float32, run_scales
+from fi_core.attention.wrappers.plan_state import of_plan
 from fi_core.attention.wrappers.prefill_arguments import (
     BACKENDS,
     FOREIGN,

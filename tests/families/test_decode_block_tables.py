@@ -205,6 +205,19 @@ def test_xqa(q_len: int, tensor: bool, device: str) -> None:
     assert fi_core.xqa is xqa
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+def test_an_output_of_8_bits(kv_dtype: torch.dtype | None, device: str) -> None:
+    """The output is rounded to e4m3, and saturates; the query has 16 bits."""
+    e4m3 = torch.float8_e4m3fn
+    p = paged([64, 7, 300], heads=(8, 2), dim=128, q_len=2, kv_dtype=kv_dtype, device=device)
+    given = arguments(p, out=torch.empty(p.q.shape, dtype=e4m3, device=device), bmm2_scale=2.0)
+    out = xqa_batch_decode_with_kv_cache(**given)
+    assert out.dtype is e4m3
+    assert_close(out.float(), p.expected(v_scale=2.0)[0], tolerance=(0.07, 0.01))
+    large = xqa_batch_decode_with_kv_cache(**{**given, "bmm2_scale": 1e6})
+    assert float(large.float().abs().max()) == 448.0
+
+
 def test_keys_that_are_values_too(device: str) -> None:
     p = paged([70, 16], kv_layout="HND", form="fused", device=device)
     assert isinstance(p.cache, torch.Tensor)

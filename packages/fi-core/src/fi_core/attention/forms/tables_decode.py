@@ -196,13 +196,13 @@ def _check_options(by_head: bool, cp_world: int, others: bool, shared_table: boo
 def _results(
     query: torch.Tensor, v: torch.Tensor, out: Any, lse: Any, return_lse: bool, out_dtype: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`results` of query's dtype, fp16 or bf16; out_dtype is that of a new output."""
+    """`results` of query's dtype, fp16, bf16 or e4m3; out_dtype is that of a new output."""
     import torch
 
     shape = (*query.shape[:2], row_elements(v))
     result, lse = contract.results(query, shape, out, lse, return_lse, out_dtype if out is None else None)
-    if result.dtype not in (query.dtype, torch.float16, torch.bfloat16):
-        got = f"float16 or bfloat16 is required; got {result.dtype}"
+    if result.dtype not in (query.dtype, torch.float16, torch.bfloat16, torch.float8_e4m3fn):
+        got = f"float16, bfloat16 or float8_e4m3fn is required; got {result.dtype}"
         raise ValueError(f"out_dtype: the query's ({query.dtype}), {got}")
     return result, lse
 
@@ -267,7 +267,7 @@ def trtllm_batch_decode_with_kv_cache(
         bmm2_scale: factor of the output, likewise.
         window_left: number of keys before its own that a query attends to; -1: all.
         out: written and returned if given.
-        out_dtype: dtype of a new output: query's, fp16 or bf16; default query's.
+        out_dtype: dtype of a new output: query's, fp16, bf16 or e4m3, which saturates; default query's.
         o_sf_scale, o_sf_vec_size: of an NVFP4 output, not supported.
         kv_cache_sf: for NVFP4 caches (uint8, two elements a byte) the scales, in the form of the cache with head_dim /
             16 instead of head_dim / 2: e4m3, or their bytes as uint8. Global factors belong to bmm1_scale and

@@ -233,21 +233,21 @@ def _names(value: Any) -> list[str]:
         return []
 
 
-def _exception(kind: str, place: str) -> str:
-    """An exception that the docstring of `place` names: of its own family if that has one, else of fi_core.errors."""
-    import fi_core
+def _exception(kind: str, value: Any) -> str:
+    """The place of an exception that the docstring of `value` names, as other families have some of the same name."""
     from fi_core import errors
 
-    own = place.split(".")[1]
-    if kind in getattr(getattr(fi_core, own, None), "__all__", ()):
-        return f"~fi_core.{own}.{kind}"
+    own = getattr(sys.modules.get(getattr(value, "__module__", "")), kind, None)
+    family = getattr(own, "__module__", "fi_core.runtime").split(".")[1:2]
+    if own is not None and family not in ([], ["runtime"]):
+        return f"~fi_core.{family[0]}.{kind}"
     return f"~fi_core.errors.{kind}" if hasattr(errors, kind) else kind
 
 
-def _text(place: str, value: Any, signature: Any) -> str:
+def _text(value: Any, signature: Any) -> str:
     """The docstring as Markdown, with parameters, returns and raises as lists."""
     parsed = docstrings.parse(inspect.getdoc(value) or "", _names(signature))
-    parsed.raises = [(_exception(kind, place), text) for kind, text in parsed.raises]
+    parsed.raises = [(_exception(kind, value), text) for kind, text in parsed.raises]
     return parsed.markdown()
 
 
@@ -260,7 +260,7 @@ def _entry(name: str, value: Any) -> list[str]:
         signature = _signature(value) if kind in ("py:function", "py:class") else ""
     except ValueError:
         signature = ""
-    lines = ["", f"````{{{kind}}} {name}{signature}", "", _text(name, inner, value), "````"]
+    lines = ["", f"````{{{kind}}} {name}{signature}", "", _text(inner, value), "````"]
     return lines + (_methods(name, value) if kind == "py:class" else [])
 
 
@@ -274,7 +274,7 @@ def _methods(owner: str, value: type) -> list[str]:
         kind, signature = "py:property", ""
         if inspect.isfunction(member):
             kind, signature = "py:method", _signature(member)
-        lines += ["", f"````{{{kind}}} {owner}.{name}{signature}", "", _text(owner, member, member), "````"]
+        lines += ["", f"````{{{kind}}} {owner}.{name}{signature}", "", _text(member, member), "````"]
     return lines
 
 

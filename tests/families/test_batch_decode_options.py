@@ -205,7 +205,7 @@ def test_plan_and_run_refuse(change: dict[str, Any], error: type[Exception], wor
         ({"backend": "fa4"}, ValueError, "backend: allowed are auto, fa2, .* got 'fa4'"),
         ({"backend": "prims-ts"}, NotImplementedError, "backend: 'prims-ts' names kernels of another library"),
         ({"jit_args": ["uri"]}, TypeError, "jit_args: 13 are required"),
-        ({"float_workspace_buffer": torch.empty(99, dtype=torch.uint8)[1:]}, ValueError, "float_workspace_buffer: ali"),
+        ({"float_workspace_buffer": torch.empty(99, dtype=torch.uint8)[1:]}, ValueError, "16-byte aligned"),
         ({"float_workspace_buffer": torch.empty(64, 64).t()}, ValueError, "float_workspace_buffer: a contiguous"),
         ({"use_cuda_graph": True}, ValueError, "paged_kv_indptr_buffer: a tensor is required with use_cuda_graph"),
     ],

@@ -31,7 +31,7 @@ def test_errors_of_the_constructor(device: str) -> None:
         ):
             with pytest.raises(error, match=words):
                 wrapper(w, **options)
-        with pytest.raises(ValueError, match="float_workspace_buffer: alignment to 16 bytes"):
+        with pytest.raises(ValueError, match="float_workspace_buffer: must be 16-byte aligned"):
             wrapper(w[1:])
 
 

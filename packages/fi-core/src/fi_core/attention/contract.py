@@ -102,7 +102,7 @@ def check_workspace(buffer: torch.Tensor, name: str, contiguous: bool = True) ->
             f"{form or buffer.layout}, {buffer.dtype}, {buffer.ndim} dimensions"
         )
     if buffer.data_ptr() % 16:
-        raise ValueError(f"{name}: alignment to 16 bytes is required; got address {buffer.data_ptr():#x}")
+        raise ValueError(f"{name}: must be 16-byte aligned; got address {buffer.data_ptr():#x}")
     if contiguous and not buffer.is_contiguous():
         raise ValueError(f"{name}: a contiguous tensor is required; got strides {buffer.stride()}")
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fi_core.attention.contract import check_workspace, computed, encoding, per_head, scale_product
 from fi_core.attention.wrappers import planners
 from fi_core.attention.wrappers.plan_state import PlannedWrapper, of_plan
+from fi_core.observe.log import fi_api
 from fi_core.runtime.launch.operator import rehearsal
 from fi_core.utils import PosEncodingMode, check_shape_dtype_device, int32_index
 
@@ -122,7 +123,7 @@ class BatchWrapper(PinnedMirror, PlannedWrapper):
     device: torch.device
     last_choice: Choice | None
     forward: Any
-    reset_workspace_buffer: Any
+    _is_dense: bool  # whether the float workspace must be contiguous
     _backend: str
     _use_cuda_graph: bool
     _copies: dict[str, torch.Tensor]  # device copies of host tables, reused while shapes repeat
@@ -139,9 +140,19 @@ class BatchWrapper(PinnedMirror, PlannedWrapper):
         """
         return self.last_choice.backend if self.last_choice else self._backend
 
-    def _set_workspaces(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Checks and keeps both workspaces, and forgets the plan."""
-        check_workspace(float_workspace_buffer, "float_workspace_buffer", contiguous=False)
+    @fi_api
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        """Replaces both workspaces. Call `plan` before the next run.
+
+        Args:
+            float_workspace_buffer: as in the constructor.
+            int_workspace_buffer: contiguous, any dtype, aligned to 16 bytes, private to the wrapper: it holds the
+                schedule from plan to the last run.
+
+        Raises:
+            ValueError: alignment or strides.
+        """
+        check_workspace(float_workspace_buffer, "float_workspace_buffer", contiguous=self._is_dense)
         check_workspace(int_workspace_buffer, "int_workspace_buffer")
         self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer
         self._pinned, self._shapes = None, Shapes()
@@ -150,6 +161,11 @@ class BatchWrapper(PinnedMirror, PlannedWrapper):
         self.last_choice = None
         self._cached_module: Any = None
         planners.add(self)
+        self._place()
+
+    def _place(self) -> None:
+        """Lays out new workspaces."""
+        raise NotImplementedError
 
     def _on_device(self, name: str, table: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         """A table as kernels read it: on the device, int64 and uint32 converted to int32 (a small kernel each)."""
@@ -176,16 +192,7 @@ class AroundWrapper:
     _inner: Any
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Replaces both workspaces. Call `plan` before the next run.
-
-        Args:
-            float_workspace_buffer: as in the constructor.
-            int_workspace_buffer: contiguous, any dtype, aligned to 16 bytes, private to the wrapper: it holds the
-                schedule from plan to the last run.
-
-        Raises:
-            ValueError: alignment or strides.
-        """
+        """Replaces both workspaces, as of the batch wrappers. Call `plan` before the next run."""
         self._inner.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.contract import POS_ENCODINGS, scores
 from fi_core.attention.wrappers import pattern_trace
 from fi_core.attention.wrappers.base import AroundWrapper
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.attention.wrappers.plan_state import ReturnsLse
 from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import refuse
@@ -58,10 +58,9 @@ def _without_padding(
     return torch.nn.functional.pad(kept.cumsum(0), (1, 0))[begins], columns[kept], mask
 
 
-class PatternWrapper(AroundWrapper):
+class PatternWrapper(ReturnsLse, AroundWrapper):
     """What the block-sparse wrappers have in common: the batch prefill whose pages are the selected blocks."""
 
-    run: Callable[..., Any]
     _described: dict[str, Any]
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
@@ -72,10 +71,6 @@ class PatternWrapper(AroundWrapper):
         """As in BatchPrefillWithPagedKVCacheWrapper."""
         backend: str = self._inner.resolved_backend
         return backend
-
-    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-        """`run` with return_lse: (out, lse)."""
-        return self.run(q, k, v, return_lse=True, **options)
 
     def _set_scores(self, *options: Any) -> None:
         """Replaces the options of the plan's scores by those of `forward`, which are the arguments of `scores`."""

@@ -160,16 +160,6 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         self.last_choice = ran or self.last_choice
         return (out, lse) if return_lse and lse is not None else out
 
-    def run_return_lse(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        *args: Any,
-        **options: Any,
-    ) -> Any:
-        """`run` with return_lse: (out, lse)."""
-        return self.run(q, paged_kv_cache, *args, return_lse=True, **options)
-
     @fi_api
     def forward(
         self,

@@ -81,6 +81,7 @@ class BatchDecodePlan(BatchWrapper):
     """The planning half of BatchDecodeWithPagedKVCacheWrapper, which documents the arguments."""
 
     _plan: DecodePlan
+    _is_dense = True
     _head_dim, _q_len_per_req, _window_right = of_plan("head_dim"), of_plan("q_len"), of_plan("window_right")
 
     def __init__(
@@ -147,22 +148,9 @@ class BatchDecodePlan(BatchWrapper):
     def use_tensor_cores(self) -> bool:
         return self._use_tensor_cores
 
-    @fi_api
-    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Replaces both workspaces. Call `plan` before the next run.
-
-        Args:
-            float_workspace_buffer: as in the constructor.
-            int_workspace_buffer: contiguous, any dtype, aligned to 16 bytes, private to the wrapper: it holds the
-                schedule from plan to the last run.
-
-        Raises:
-            ValueError: alignment or strides.
-        """
-        check_workspace(float_workspace_buffer, "float_workspace_buffer")
-        self._set_workspaces(float_workspace_buffer, int_workspace_buffer)
+    def _place(self) -> None:
         capacity = self._paged_kv_indices_buf.numel() if self._use_cuda_graph else None
-        self._workspaces = DecodeWorkspaces(int_workspace_buffer, float_workspace_buffer, capacity)
+        self._workspaces = DecodeWorkspaces(self._int_workspace_buffer, self._float_workspace_buffer, capacity)
 
     @computed
     def _qo_indptr_buf(self) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -365,8 +364,6 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlannedWrapper):
             raise self._no_plan()
         self._set_call(self._plan)
         return self._plan, self._call
-
-    run_return_lse: functools.partialmethod[Any] = functools.partialmethod(run, return_lse=True)
 
 
 def check_types(q_type: torch.dtype, kv_type: torch.dtype) -> None:

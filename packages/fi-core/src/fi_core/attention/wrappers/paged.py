@@ -311,10 +311,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             enable_pdl=enable_pdl, sinks=sinks, kv_cache_sf=kv_cache_sf,
         )  # fmt: skip
 
-    def run_return_lse(self, q: torch.Tensor, paged_kv_cache: Cache, *args: Any, **options: Any) -> Any:
-        """`run` with return_lse: (out, lse)."""
-        return self.run(q, paged_kv_cache, *args, return_lse=True, **options)
-
     @fi_api
     def forward(
         self,

@@ -8,6 +8,16 @@ from typing import Any
 from fi_core.attention.contract import check_shape
 
 
+class ReturnsLse:
+    """The part of a wrapper that names its `run` with return_lse."""
+
+    run: Any
+
+    def run_return_lse(self, *args: Any, **options: Any) -> Any:
+        """`run` with return_lse: (out, lse)."""
+        return self.run(*args, return_lse=True, **options)
+
+
 class PlanState:
     """The part of a planned wrapper that tells whether `run` may be called."""
 
@@ -67,7 +77,7 @@ class of_plan:
         wrapper._change(**{self.field: self.write(value) if self.write else value})
 
 
-class PlannedWrapper(PlanState):
+class PlannedWrapper(ReturnsLse, PlanState):
     """A wrapper whose `plan` makes a `schedule.Plan`.
 
     All that a run needs of `plan` is in `_plan`, which no code changes: `_change` puts another one in its place.

@@ -40,7 +40,6 @@ from fi_core.attention.wrappers.prefill_arguments import (
     lse_shape,
     variant_tensors,
 )
-from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.errors import blame
 from fi_core.runtime.launch.operator import planned
@@ -59,6 +58,7 @@ class BatchPrefillPlan(BatchWrapper):
     """The planning half of BatchPrefillWithPagedKVCacheWrapper and BatchPrefillWithRaggedKVCacheWrapper."""
 
     _plan: PrefillPlan
+    _is_dense = False
     _is_paged: bool
     _causal, _qo_indptr_last, _kv_indptr_last = of_plan("causal"), of_plan("rows"), of_plan("kv_last")
     _qo_indptr_buf, _kv_indptr_buf = of_plan("qo_indptr"), of_plan("indptr")
@@ -117,25 +117,12 @@ class BatchPrefillPlan(BatchWrapper):
         own = torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self.device)
         self.reset_workspace_buffer(float_workspace_buffer, own)
 
-    @fi_api
-    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Replaces both workspaces. Call `plan` before the next run.
-
-        Args:
-            float_workspace_buffer: holds the partials of split-KV during a run, so wrappers that run at the same time
-                must not share it. If it is small or not contiguous, no keys are split.
-            int_workspace_buffer: contiguous, any dtype, aligned to 16 bytes, private to the wrapper: it holds the
-                schedule from plan to the last run.
-
-        Raises:
-            ValueError: alignment or strides.
-        """
+    def _place(self) -> None:
         import torch
 
-        self._set_workspaces(float_workspace_buffer, int_workspace_buffer)
-        memory = int_workspace_buffer.view(-1).view(torch.uint8)
+        memory = self._int_workspace_buffer.view(-1).view(torch.uint8)
         self._change(schedule=memory[: len(memory) // 4 * 4].view(torch.int32))
-        partials = float_workspace_buffer
+        partials = self._float_workspace_buffer
         self._partials = partials.view(-1).view(torch.uint8) if partials.is_contiguous() else None
 
     def _requests(self) -> torch.Tensor:

@@ -218,10 +218,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
             enable_pdl=enable_pdl, sinks=self._sinks, kv_cache_sf=kv_cache_sf,
         )  # fmt: skip
 
-    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:
-        """`run` with return_lse: (out, lse)."""
-        return self.run(q, k, v, *args, return_lse=True, **options)
-
     @fi_api
     def forward(
         self,

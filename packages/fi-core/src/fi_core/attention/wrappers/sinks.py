@@ -90,14 +90,3 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         finally:
             if self._plan_info is not None:
                 self._sm_scale = planned
-
-    def run_return_lse(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        sink: torch.Tensor | None = None,
-        sm_scale: float | None = None,
-        **options: Any,
-    ) -> Any:
-        """`run` with return_lse: (out, lse)."""
-        return self.run(q, paged_kv_cache, sink, sm_scale, return_lse=True, **options)

@@ -21,10 +21,30 @@ from fi_core.prefill import (
     get_batch_prefill_module,
 )
 from fi_core.runtime.errors import UnsupportedError
+from fi_core.runtime.launch.operator import Rehearsal
+from fi_core.runtime.spec.target import cuda_target
 
 LSE = (2e-4, 2e-4)
 LENS = [(17, 90), (0, 9), (3, 0), (70, 70), (1, 130)]
 LN2 = 0.6931471805599453
+
+
+def test_the_workspace_holds_all_splits_of_a_kernel_that_splits() -> None:
+    b = batch([(300, 3000), (4, 4)], heads=(4, 2), dims=(128, 128))
+    for made, plan in (
+        (BatchPrefillWithPagedKVCacheWrapper, b.paged_plan()),
+        (BatchPrefillWithRaggedKVCacheWrapper, b.ragged_plan()),
+    ):
+        w = made(workspace("cpu"))
+        assert w.workspace_size(*plan)[0] == 0, "the CPU does not split"
+        with Rehearsal(cuda_target(9, 0), 132, 227 << 10):
+            floats, ints = w.workspace_size(*plan, q_data_type="bfloat16")
+            longer = w.workspace_size(b.qo_indptr * 2, *plan[1:], q_data_type="bfloat16")
+            assert 0 < floats < longer[0] <= 128 << 20 and 0 < ints < longer[1]
+            assert w.workspace_size(*plan, disable_split_kv=True) == (0, ints)
+            assert w.workspace_size(*plan, q_data_type="bfloat16", custom_mask=torch.ones(1)) == (0, ints)
+    with pytest.raises(TypeError, match="head_dim_qk"):
+        w.workspace_size(*plan[:4])
 
 
 def test_outputs_of_the_caller(device: str) -> None:
@@ -274,7 +294,7 @@ def test_attributes_that_engines_read(device: str) -> None:
     assert engine(w).custom_mask_buf is None and engine(w).block_tables is None
     assert engine(w).dtypes == (torch.float16,) * 3
     assert w.resolved_backend in ("cpu", "fa2", "fa3")
-    assert w.workspace_size(*b.paged_plan())[0] == 0 < w.workspace_size(*b.paged_plan())[1]
+    assert w.workspace_size(*b.paged_plan())[1] > 0
     w.prewarm_paged_kv_stride_variant()
     want = b.expected(causal=True, sm_scale=0.1)[0]
     assert_close(w.run(b.q, b.cache), want)

@@ -264,6 +264,7 @@ def test_bidirectional_ranges(windows: tuple[int, int], device: str) -> None:
     w = fi_core.BatchPrefillWithCausalBidirectionalRangesWrapper(
         workspace(device), q_data_type=b.q.dtype, kv_data_type=b.q.dtype, head_dim_qk=64, head_dim_vo=64
     )
+    assert w.workspace_size(*b.paged_plan())[1] > 0
     w.plan(*b.paged_plan(), logits_soft_cap=4.0)
     every = torch.cat(ranges).to(device)
     out, lse = w.forward_return_lse(b.q, b.cache, every, *windows)

@@ -320,15 +320,29 @@ def short_tile_tokens(choice: Choice, num_qo_heads: int, num_kv_heads: int, wind
     return tile_tokens(num_qo_heads, num_kv_heads)
 
 
+_MOST_SPLIT_TILES, _MOST_SPLITS = 256, 16  # kMaxSplitTiles and kMaxSplits of prefill_plan.h
+_ENOUGH_PARTIALS = 128 << 20  # bytes, as the wrappers document of their float workspace
+
+
 def _splits_kv(choice: Choice) -> bool:
     return choice.implementation == "wgmma_sm90" and bool(choice.entries[0].config.splits_kv)
 
 
+def _partial_bytes(choice: Choice, head_dim_vo: int) -> int:
+    return q_tile_rows(choice) // 64 * 128 * 4 * (head_dim_vo // 2 + 4)
+
+
 def max_partials(choice: Choice, workspace_bytes: int, head_dim_vo: int) -> int:
     """Number of partials that fit into a workspace; 0 if the kernel does not split KV."""
+    return workspace_bytes // _partial_bytes(choice, head_dim_vo) if _splits_kv(choice) else 0
+
+
+def partials_bytes(choice: Choice, tiles: int, head_dim_vo: int) -> int:
+    """Bytes of the partials of as many splits as a plan may choose for this many work tiles of all kv heads."""
     if not _splits_kv(choice):
         return 0
-    return workspace_bytes // (q_tile_rows(choice) // 64 * 128 * 4 * (head_dim_vo // 2 + 4))
+    most = min(tiles, _MOST_SPLIT_TILES) * _MOST_SPLITS * _partial_bytes(choice, head_dim_vo)
+    return min(most, _ENOUGH_PARTIALS)
 
 
 def requests(schedule: torch.Tensor, batch_size: int) -> torch.Tensor:

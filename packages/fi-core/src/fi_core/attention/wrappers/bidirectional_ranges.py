@@ -95,7 +95,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         refuse("rotate queries and keys before", pos_encoding_mode=encoding(pos_encoding_mode))
         check_shape(1, 1, 1, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
         types = data_types(q_data_type, kv_data_type, o_data_type, None)
-        self._compiled: dict[str, Any] = dict(zip(_COMPILED, (head_dim_qk, head_dim_vo, *types)))
+        self._compiled = dict(zip(_COMPILED, (head_dim_qk, head_dim_vo, *types)))
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf,
             paged_kv_last_page_len_buf, backend="fa2", jit_args=variant(types, (head_dim_qk, head_dim_vo)),

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import check_graph_buffer, check_nvfp4, last_value, row_elements, unpack
+from fi_core.attention.contract import (
+    check_graph_buffer,
+    check_nvfp4,
+    check_shape,
+    encoding,
+    last_value,
+    row_elements,
+    type_fields,
+    unpack,
+)
 from fi_core.attention.schedule import PrefillPlan
 from fi_core.attention.wrappers.base import check_results
+from fi_core.attention.wrappers.decode_arguments import by_name
 from fi_core.runtime.errors import blame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -156,3 +167,27 @@ def items_fields(
         rest = torch.zeros(batch * length - given, dtype=torch.int16, device=items.device)
         items = torch.cat((items.view(torch.int16), rest))
     return {**fields, "items": items.view(torch.uint16).view(batch, length)}
+
+
+def size_options(plan: Callable[..., None], args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of workspace_size behind num_kv_heads that are not None: those of plan without non_blocking."""
+    names = [name for name in inspect.signature(plan).parameters if name != "non_blocking"]
+    given = by_name("workspace_size", names[names.index("num_kv_heads") + 1 :], args, options)
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def plan_of_size(own: PrefillPlan, heads: tuple[int, int], given: dict[str, Any]) -> tuple[PrefillPlan, str]:
+    """A plan with what sizes of workspaces depend on, and its mask. given: of `size_options`."""
+    if "head_dim_qk" not in given:
+        raise TypeError("workspace_size() missing the required argument head_dim_qk")
+    dim, page_size = given["head_dim_qk"], given.get("page_size", 1)
+    dim_vo = given.get("head_dim_vo", dim)
+    check_shape(*heads, page_size, head_dim_qk=dim, head_dim_vo=dim_vo)
+    plan = own.replace(
+        num_qo_heads=heads[0], num_kv_heads=heads[1], head_dim_qk=dim, head_dim_vo=dim_vo, page_size=page_size,
+        pos_encoding=encoding(given.get("pos_encoding_mode", "NONE")), soft_cap=given.get("logits_soft_cap", 0.0),
+        splits_kv=not (given.get("disable_split_kv") or given.get("fixed_split_size", 0) > 0),
+        **type_fields(*map(given.get, ("q_data_type", "kv_data_type", "o_data_type"))),
+    )  # fmt: skip
+    custom = "custom_mask" in given or "packed_custom_mask" in given
+    return plan, "items" if "prefix_len_ptr" in given else "custom" if custom else "plain"

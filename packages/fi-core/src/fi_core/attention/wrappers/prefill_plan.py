@@ -38,6 +38,8 @@ from fi_core.attention.wrappers.prefill_arguments import (
     items_fields,
     log_base,
     lse_shape,
+    plan_of_size,
+    size_options,
     variant_tensors,
 )
 from fi_core.runtime.dispatch import Choice
@@ -59,6 +61,8 @@ class BatchPrefillPlan(BatchWrapper):
 
     _plan: PrefillPlan
     _is_dense = False
+    _compiled: Mapping[str, Any] = {}  # arguments of plan that the constructor fixes
+    plan: Callable[..., None]
     _is_paged: bool
     _causal, _qo_indptr_last, _kv_indptr_last = of_plan("causal"), of_plan("rows"), of_plan("kv_last")
     _qo_indptr_buf, _kv_indptr_buf = of_plan("qo_indptr"), of_plan("indptr")
@@ -144,9 +148,15 @@ class BatchPrefillPlan(BatchWrapper):
         """The longest kv_len of the last plan; synchronises."""
         return int(self._requests()[:, 3].max()) if self._batch_size else 0
 
-    def _size(self, qo_indptr: torch.Tensor, num_qo_heads: int, num_kv_heads: int) -> tuple[int, int]:
-        tokens = ops.tile_tokens(num_qo_heads, num_kv_heads)
-        return 0, 4 * ops.schedule_words(qo_indptr.numel() - 1, int(qo_indptr[-1]), tokens)
+    def _size(self, qo_indptr: torch.Tensor, heads: tuple[int, int], args: Any, options: Any) -> tuple[int, int]:
+        """The sizes of both workspaces. heads: of q and kv; args, options: those of `plan` behind them."""
+        given = {**self._compiled, **size_options(self.plan, args, options)}
+        plan, kept = plan_of_size(self._plan, heads, given)
+        choice, batch_size, rows = self._choose(plan, kept=kept), qo_indptr.numel() - 1, int(qo_indptr[-1])
+        tokens = ops.tile_tokens(*heads)
+        tiles = (rows // tokens + batch_size) * plan.num_kv_heads if plan.splits_kv else 0
+        partials = ops.partials_bytes(choice, tiles, plan.head_dim_vo)
+        return partials, 4 * ops.schedule_words(batch_size, rows, tokens)
 
     def _check_batch(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, **lengths: Any) -> dict[str, Any]:
         """Checks the shapes of the tables, and the limits of a CUDA graph. Returns fields of the plan."""

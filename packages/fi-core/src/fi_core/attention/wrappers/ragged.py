@@ -71,13 +71,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
 
         Args:
             qo_indptr, kv_indptr, num_qo_heads, num_kv_heads: as in `plan`.
-            args, options: other arguments of `plan`, which do not matter.
+            args, options: other arguments of `plan` in its order, without non_blocking.
 
         Returns:
-            (bytes of the float workspace, bytes of the int workspace). The first is 0: split-KV uses the float
-            workspace where CTAs would idle, but does not require it.
+            (bytes of the float workspace, bytes of the int workspace). With the first every number of splits fits that
+            `plan` may choose; with less it chooses fewer. It is 0 for kernels that do not split KV.
         """
-        return self._size(qo_indptr, num_qo_heads, num_kv_heads)
+        return self._size(qo_indptr, (num_qo_heads, num_kv_heads), args, options)
 
     @fi_api
     def plan(

@@ -92,6 +92,8 @@ def test_installed_packages_are_those_of_the_wheels(wheels: dict[str, Path]) -> 
     scripts = {point.name: point.value for point in metadata.entry_points(group="console_scripts")}
     assert scripts["fi-core"] == "fi_core.cli:main"
     assert scripts["fi-bench"] == "fi_bench.cli:main"
+    (plugin,) = metadata.entry_points(group="vllm.general_plugins", name="fi")
+    assert callable(plugin.load())
     providers = {point.name: point.load() for point in metadata.entry_points(group="fi.artifacts")}
     assert set(providers) == {"jit_cache", "cubin"}
     assert all(isinstance(folder, Path) and folder.name == "data" for folder in providers.values())

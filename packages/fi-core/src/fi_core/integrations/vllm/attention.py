@@ -1,0 +1,241 @@
+"""vLLM's attention backend over block tables: lengths stay on the device, and a step has one plan for all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm._custom_ops import reshape_and_cache_flash
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.utils import get_per_layer_parameters, split_decodes_and_prefills
+
+from fi_core.decode import BlockTablesPlan, trtllm_batch_decode_with_kv_cache
+from fi_core.prefill import trtllm_batch_context_with_kv_cache
+
+if TYPE_CHECKING:
+    import torch
+
+_WORKSPACE_BYTES = 16 << 20  # of a builder; 8 MiB are enough for head dims up to 256
+_HND = (0, 1, 3, 2, 4)  # memory order of [blocks, 2, tokens, heads, head_dim]
+_FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
+class Backend(AttentionBackend):  # type: ignore[misc]
+    """What fi supports, and the classes that vLLM makes of it."""
+
+    forward_includes_kv_cache_update = False
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *_FP8]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[Impl]:
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        return Builder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [64, 80, 96, 128, 192, 256]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool(capability.major >= 8)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    # vLLM 0.24 asks for a shape and an order, newer ones for layouts of [blocks, heads, tokens, (K, V)].
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return num_blocks, 2, block_size, num_kv_heads, head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        return (1, 2, 4, 0, 3, 5) if include_num_layers_dimension else _HND
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str:
+        return "HND"
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        return KVCacheLayout.LBHNC, KVCacheLayout.BLHNC
+
+
+@dataclass
+class Metadata:
+    """One step: decode requests first, each of q_len query tokens, then those of prefill. All tensors on the device."""
+
+    num_actual_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    q_len: int
+    max_query_len: int
+    max_seq_len: int
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    qo_indptr: torch.Tensor  # of prefill requests
+    workspace: torch.Tensor
+    plans: dict[int, BlockTablesPlan]  # by window_left
+
+
+class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
+    """Builds the metadata of a step without waiting for the device."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        import torch
+
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        layers = get_per_layer_parameters(vllm_config, layer_names, Impl).values()
+        self.workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self.plans = {window: BlockTablesPlan(self.workspace) for window in {layer.window_left for layer in layers}}
+        self.q_dtype = vllm_config.model_config.dtype
+        self.heads = (
+            vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config), kv_cache_spec.num_kv_heads,
+            kv_cache_spec.head_size, kv_cache_spec.block_size,
+        )  # fmt: skip
+        cache_dtype = vllm_config.cache_config.cache_dtype
+        self.kv_dtype = _fp8(cache_dtype) if cache_dtype in _FP8 else kv_cache_spec.dtype
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+        step = common_attn_metadata
+        if step.causal is not True:
+            raise NotImplementedError("causal: True is required; select another attention backend for this model")
+        decodes, _, decode_tokens, _ = split_decodes_and_prefills(
+            step, decode_threshold=self.reorder_batch_threshold, require_uniform=True
+        )
+        if decodes and decode_tokens % decodes:  # rows of padding between requests of several tokens
+            decodes = decode_tokens = 0
+        q_len = decode_tokens // decodes if decodes else 1
+        starts = step.query_start_loc
+        metadata = Metadata(
+            step.num_actual_tokens, decodes, decode_tokens, q_len, step.max_query_len, step.max_seq_len,
+            step.block_table_tensor, step.seq_lens, starts[decodes:] - starts[decodes] if decodes else starts,
+            self.workspace, self.plans,
+        )  # fmt: skip
+        if decodes:
+            for window_left, plan in self.plans.items():
+                plan.plan(
+                    metadata.block_tables[:decodes], metadata.seq_lens[:decodes], *self.heads, self.q_dtype,
+                    self.kv_dtype, q_len_per_req=q_len, window_left=window_left,
+                )  # fmt: skip
+        return metadata
+
+
+class Impl(AttentionImpl):  # type: ignore[misc]
+    """Attention of a layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        for name, value in (("alibi_slopes", alibi_slopes), ("logits_soft_cap", logits_soft_cap)):
+            if value:
+                raise NotImplementedError(f"{name}: None is required; got {value}. Select another attention backend")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.window_left = -1 if sliding_window is None else sliding_window - 1
+        self.sliding_window, self.logits_soft_cap = (
+            (self.window_left, 0),
+            None,
+        )  # as get_per_layer_parameters reads them
+        self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
+        self.sinks = sinks
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        self.sinks = None if self.sinks is None else self.sinks.float()
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Writes the keys and values of a step; slot_mapping has its actual tokens, which key and value may exceed."""
+        k, v = (x.transpose(1, 2) for x in self._pages(kv_cache))  # the operator has tokens before heads
+        scales = layer._k_scale, layer._v_scale
+        reshape_and_cache_flash(key, value, k, v, slot_mapping, self.kv_cache_dtype, *scales)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Metadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`[tokens, num_heads, head_size]`, of which rows beyond those of the step are padding."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("output_scale: None is required; the output is not quantized")
+        if attn_metadata is None:  # vLLM measures the memory of a step
+            return output.fill_(0)
+        step, (k, v) = attn_metadata, self._pages(kv_cache)
+        requests, rows = step.num_decodes, step.num_decode_tokens
+        scales = self.scale, 1.0
+        if self.kv_cache_dtype in _FP8:
+            dtype = _fp8(self.kv_cache_dtype)  # vLLM keeps bytes
+            k, v, scales = k.view(dtype), v.view(dtype), (self.scale * layer._k_scale_float, layer._v_scale_float)
+        if requests:
+            trtllm_batch_decode_with_kv_cache(
+                query[:rows], (k, v), step.workspace, step.block_tables[:requests], step.seq_lens[:requests],
+                step.max_seq_len, *scales, window_left=self.window_left, out=output[:rows], sinks=self.sinks,
+                q_len_per_req=step.q_len, plan=step.plans[self.window_left],
+            )  # fmt: skip
+        if rows < step.num_actual_tokens:
+            tokens, lengths = slice(rows, step.num_actual_tokens), step.seq_lens[requests:]
+            trtllm_batch_context_with_kv_cache(
+                query[tokens], (k, v), step.workspace, step.block_tables[requests:], lengths, step.max_query_len,
+                step.max_seq_len, *scales, batch_size=len(lengths), cum_seq_lens_q=step.qo_indptr,
+                cum_seq_lens_kv=step.qo_indptr, window_left=self.window_left, out=output[tokens], sinks=self.sinks,
+            )  # fmt: skip
+        return output
+
+    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, each `[blocks, heads, tokens, head_dim]`."""
+        k, v = kv_cache.permute(_HND).unbind(1) if kv_cache.ndim == 5 else kv_cache.split(self.head_size, dim=-1)
+        return k, v
+
+
+def _fp8(name: str) -> torch.dtype:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, _FP8[name])
+    return dtype

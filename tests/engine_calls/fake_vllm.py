@@ -1,0 +1,168 @@
+"""Stand-ins for the parts of vLLM that fi's plugin implements or calls, with the interfaces of a recorded version."""
+
+from __future__ import annotations
+
+import enum
+import importlib.metadata
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+SEAMS: dict[str, dict[str, dict[str, str]]] = json.loads((Path(__file__).parent / "vllm_seams.json").read_text())
+PLUGIN = "fi_core.integrations.vllm"
+
+
+def recorded(version: str) -> dict[str, list[str]]:
+    """The parameters and fields of a version by the name of a function or class."""
+    files = SEAMS[version].values()
+    return {name: text.split(", ") if text else [] for names in files for name, text in names.items()}
+
+
+class AttentionCGSupport(enum.Enum):
+    UNIFORM_BATCH = 2
+
+
+class KVCacheLayout(enum.Enum):
+    LBHNC = enum.auto()
+    BLHNC = enum.auto()
+
+
+class AttentionBackendEnum(enum.Enum):
+    CUSTOM = None
+
+    def is_overridden(self) -> bool:
+        return bool(_registered)
+
+    def get_path(self) -> str:
+        return _registered["CUSTOM"]
+
+
+_registered: dict[str, str] = {}
+
+
+def register_backend(backend: AttentionBackendEnum, class_path: str | None = None, is_mamba: bool = False) -> None:
+    assert class_path and not is_mamba
+    _registered[backend.name] = class_path
+
+
+@dataclass
+class MultipleOf:
+    base: int
+
+
+class AttentionMetadataBuilder:
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        self.kv_cache_spec, self.layer_names, self.vllm_config = kv_cache_spec, layer_names, vllm_config
+
+    def _init_reorder_batch_threshold(
+        self,
+        reorder_batch_threshold: int | None = 1,
+        supports_spec_as_decode: bool = False,
+        supports_dcp_with_varlen: bool = False,
+    ) -> None:
+        drafts = self.vllm_config.num_speculative_tokens if supports_spec_as_decode else 0
+        self.reorder_batch_threshold = max(reorder_batch_threshold or 0, 1 + drafts)
+
+
+def get_per_layer_parameters(vllm_config: Any, layer_names: list[str], cls_: type) -> dict[str, Any]:
+    impls = {name: vllm_config.layers[name] for name in layer_names}
+    assert all(isinstance(impl, cls_) for impl in impls.values())
+    return {name: SimpleNamespace(window_left=impl.sliding_window[0]) for name, impl in impls.items()}
+
+
+def split_decodes_and_prefills(
+    common_attn_metadata: Any,
+    decode_threshold: int = 1,
+    require_uniform: bool = False,
+    treat_short_extends_as_decodes: bool = True,
+) -> tuple[int, int, int, int]:
+    """(decodes, prefills, decode tokens, prefill tokens) of a batch in which short queries come first.
+
+    With require_uniform all decode requests have the query length of the first one, and a batch in which the others
+    have none (padding of a graph) is decode as a whole.
+    """
+    step, starts = common_attn_metadata, common_attn_metadata.query_start_loc_cpu
+    lengths = starts.diff()
+    if step.max_query_len <= decode_threshold and (not require_uniform or decode_threshold <= 1):
+        return step.num_reqs, 0, step.num_actual_tokens, 0
+    if lengths[0] > decode_threshold:
+        return 0, step.num_reqs, 0, step.num_actual_tokens
+    later = lengths != lengths[0] if require_uniform else lengths > decode_threshold
+    padded = require_uniform and bool((~later | (lengths == 0)).all())
+    if padded or not later.any():
+        return step.num_reqs, 0, step.num_actual_tokens, 0
+    decodes = int(later.int().argmax())
+    tokens = int(starts[decodes])
+    return decodes, step.num_reqs - decodes, tokens, step.num_actual_tokens - tokens
+
+
+def reshape_and_cache_flash(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    """Writes `[tokens, heads, head_dim]` to slots of caches `[blocks, block_size, heads, head_dim]`; -1 is no slot."""
+    block_size = key_cache.shape[1]
+    for rows, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+        for row, slot in zip(rows, slot_mapping.tolist()):
+            if slot >= 0 and kv_cache_dtype.startswith("fp8"):
+                cache[slot // block_size, slot % block_size] = (row.float() / scale).to(FP8).view(torch.uint8)
+            elif slot >= 0:
+                cache[slot // block_size, slot % block_size] = row
+
+
+FP8 = torch.float8_e4m3fn
+BACKEND = {
+    "AttentionBackend": type("AttentionBackend", (), {}), "AttentionImpl": type("AttentionImpl", (), {}),
+    "AttentionCGSupport": AttentionCGSupport, "AttentionMetadataBuilder": AttentionMetadataBuilder,
+    "MultipleOf": MultipleOf,
+}  # fmt: skip
+MODULES: dict[str, dict[str, Any]] = {
+    "vllm": {}, "vllm.v1": {}, "vllm.v1.attention": {}, "vllm.v1.attention.backends": {},
+    "vllm._custom_ops": {"reshape_and_cache_flash": reshape_and_cache_flash},
+    "vllm.v1.kv_cache_interface": {"KVCacheLayout": KVCacheLayout},
+    "vllm.v1.attention.backend": BACKEND,
+    "vllm.v1.attention.backends.registry": {
+        "AttentionBackendEnum": AttentionBackendEnum, "register_backend": register_backend,
+    },
+    "vllm.v1.attention.backends.utils": {
+        "get_per_layer_parameters": get_per_layer_parameters,
+        "split_decodes_and_prefills": split_decodes_and_prefills,
+    },
+}  # fmt: skip
+FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    get_per_layer_parameters, register_backend, reshape_and_cache_flash, split_decodes_and_prefills,
+    *filter(inspect.isfunction, vars(AttentionMetadataBuilder).values()),
+)  # fmt: skip
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    """The parameters of a function as the record writes them."""
+    given = inspect.signature(function).parameters.values()
+    return [x.name + ("" if x.default is inspect.Parameter.empty else "=") for x in given]
+
+
+def install(version: str, patch: pytest.MonkeyPatch) -> ModuleType:
+    """Makes the stand-ins importable as vLLM of a version; returns fi's plugin, imported over them."""
+    _registered.clear()
+    patch.setattr(importlib.metadata, "version", {"vllm": version}.__getitem__)
+    for name, contents in MODULES.items():
+        module = ModuleType(name)
+        vars(module).update(contents, __path__=[])
+        patch.setitem(sys.modules, name, module)
+    for name in (PLUGIN, f"{PLUGIN}.attention"):
+        patch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module(PLUGIN)

@@ -1,0 +1,96 @@
+"""Records the interfaces of engines that fi's plugins implement or call, from the engines' wheels.
+
+`python tools/engine_seams.py vllm=downloads/vllm-0.24.0.whl vllm=downloads/vllm-0.33.0.whl` rewrites
+tests/engine_calls/vllm_seams.json: for each version the parameters of functions (`=`: has a default; `*`: by name
+only) and the fields of classes. Nothing of an engine is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+from collections import defaultdict
+
+from engine_names import RECORDS, sources
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# Of each file its functions, methods and classes. A name that a version lacks is left out.
+SEAMS = {
+    "vllm": {
+        "vllm/v1/attention/backend.py": (
+            "AttentionBackend", "AttentionBackend.get_supported_kernel_block_sizes",
+            "AttentionBackend.get_kv_cache_shape", "AttentionBackend.get_kv_cache_stride_order",
+            "AttentionBackend.get_required_kv_cache_layout",
+            "AttentionBackend.supported_kv_cache_layouts", "AttentionBackend.supports_sink",
+            "AttentionBackend.supports_sliding_window", "AttentionBackend.supports_compute_capability",
+            "AttentionBackend.get_supported_head_sizes", "AttentionMetadataBuilder",
+            "AttentionMetadataBuilder.__init__",
+            "AttentionMetadataBuilder._init_reorder_batch_threshold", "AttentionMetadataBuilder.build",
+            "AttentionImpl.process_weights_after_loading", "AttentionImplBase.process_weights_after_loading",
+            "AttentionImpl.forward", "AttentionCGSupport", "CommonAttentionMetadata", "MultipleOf",
+        ),
+        "vllm/v1/attention/backends/flashinfer.py": ("FlashInferImpl.__init__", "FlashInferImpl.do_kv_cache_update"),
+        "vllm/v1/attention/backends/registry.py": ("AttentionBackendEnum.is_overridden", "register_backend"),
+        "vllm/v1/attention/backends/utils.py": (
+            "PerLayerParameters", "get_per_layer_parameters", "split_decodes_and_prefills",
+        ),
+        "vllm/v1/kv_cache_layout.py": ("KVCacheLayout",),
+        "vllm/_custom_ops.py": ("reshape_and_cache_flash",),
+    },
+}  # fmt: skip
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """The parameters of a function in order."""
+    a = function.args
+    first = [*a.posonlyargs, *a.args]
+    optional = len(first) - len(a.defaults)
+    names = [f"{x.arg}=" if i >= optional else x.arg for i, x in enumerate(first)]
+    by_name = [f"*{x.arg}" + ("=" if default else "") for x, default in zip(a.kwonlyargs, a.kw_defaults)]
+    rest = [f"{stars}{x.arg}" for stars, x in (("*", a.vararg), ("**", a.kwarg)) if x]
+    return names + by_name + rest
+
+
+def fields(node: ast.ClassDef) -> list[str]:
+    """The names that the body of a class assigns or declares."""
+    found: list[str] = []
+    for child in node.body:
+        targets = child.targets if isinstance(child, ast.Assign) else [getattr(child, "target", None)]
+        found += [target.id for target in targets if isinstance(target, ast.Name)]
+    return found
+
+
+def interface(text: str) -> dict[str, str]:
+    """The functions, methods and classes of a file by name."""
+    found: dict[str, list[str]] = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, FUNCTIONS):
+            found[node.name] = parameters(node)
+        elif isinstance(node, ast.ClassDef):
+            found[node.name] = fields(node)
+            found |= {f"{node.name}.{x.name}": parameters(x) for x in node.body if isinstance(x, FUNCTIONS)}
+    return {name: ", ".join(parts) for name, parts in found.items()}
+
+
+def record(engine: str, files: dict[str, str]) -> dict[str, dict[str, str]]:
+    """The interfaces of a version, by file and name."""
+    found = {path: interface(files[path]) for path in SEAMS[engine] if path in files}
+    return {path: {n: names[n] for n in SEAMS[engine][path] if n in names} for path, names in found.items()}
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engines", nargs="+", help="ENGINE=WHEEL, or the name of an installed engine")
+    versions: dict[str, dict[str, dict[str, dict[str, str]]]] = defaultdict(dict)
+    for place in parser.parse_args(arguments).engines:
+        engine = place.partition("=")[0]
+        version, files = sources(place)
+        versions[engine][version] = record(engine, files)
+    for engine, seams in versions.items():
+        (RECORDS / f"{engine}_seams.json").write_text(json.dumps(seams, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

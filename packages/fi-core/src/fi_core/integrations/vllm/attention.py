@@ -123,6 +123,26 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         )  # fmt: skip
         cache_dtype = vllm_config.cache_config.cache_dtype
         self.kv_dtype = _fp8(cache_dtype) if cache_dtype in _FP8 else kv_cache_spec.dtype
+        self._load(device)
+
+    def _load(self, device: torch.device) -> None:
+        """Attends to one token of zeros: no kernel is compiled while the engine serves."""
+        import torch
+
+        heads, kv_heads, head_size, block_size = self.heads
+        query = torch.zeros(1, heads, head_size, dtype=self.q_dtype, device=device)
+        pages = torch.zeros(1, 2, kv_heads, block_size, head_size, device=device).to(self.kv_dtype)
+        table, length = torch.zeros(2, 1, 1, dtype=torch.int32, device=device).unbind()
+        length, starts = length.view(1) + 1, torch.arange(2, dtype=torch.int32, device=device)
+        for window_left, plan in self.plans.items():
+            plan.plan(table, length, *self.heads, self.q_dtype, self.kv_dtype, window_left=window_left)
+            trtllm_batch_decode_with_kv_cache(
+                query, pages, self.workspace, table, length, 1, window_left=window_left, plan=plan
+            )
+            trtllm_batch_context_with_kv_cache(
+                query, pages, self.workspace, table, length, 1, 1, 1.0, 1.0, batch_size=1, cum_seq_lens_q=starts,
+                cum_seq_lens_kv=starts, window_left=window_left,
+            )  # fmt: skip
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         step = common_attn_metadata

@@ -38,6 +38,13 @@ SEAMS = {
         ),
         "vllm/v1/kv_cache_layout.py": ("KVCacheLayout",),
         "vllm/_custom_ops.py": ("reshape_and_cache_flash",),
+        "vllm/ir/op.py": ("IrOp.register_impl",),
+        "vllm/ir/ops/layernorm.py": ("rms_norm", "fused_add_rms_norm"),
+        "vllm/model_executor/custom_op.py": ("CustomOp.register_oot",),
+        "vllm/model_executor/layers/activation.py": ("SiluAndMul.__init__", "SiluAndMul.forward_cuda"),
+        "vllm/model_executor/layers/rotary_embedding/base.py": (
+            "RotaryEmbeddingBase.__init__", "RotaryEmbedding.forward_cuda",
+        ),
     },
 }  # fmt: skip
 

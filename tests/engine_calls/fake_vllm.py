@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -124,6 +124,124 @@ def reshape_and_cache_flash(
                 cache[slot // block_size, slot % block_size] = row
 
 
+class IrOp:
+    """A norm of `vllm.ir.ops`, whose implementations must have the types of its own."""
+
+    def __init__(self, native: Callable[..., Any]) -> None:
+        self.native: Any = native
+        self.native.__signature__ = inspect.signature(native, eval_str=True)  # the engine's annotations are no text
+        self.impls = {"native": SimpleNamespace(impl_fn=native)}
+
+    def register_impl(
+        self,
+        provider: str,
+        *,
+        supported: bool = True,
+        supports_args: Callable[..., bool] | None = None,
+        inplace: bool = False,
+    ) -> Callable[[Callable[..., Any]], Any]:
+        def register(f: Callable[..., Any]) -> Any:
+            assert torch.library.infer_schema(f, mutates_args=[]) == torch.library.infer_schema(
+                self.native, mutates_args=[]
+            )
+            assert supports_args and parameters(supports_args) == parameters(self.native)
+            self.impls[provider] = SimpleNamespace(impl_fn=f, supports_args=supports_args, inplace=inplace)
+            return f
+
+        return register
+
+
+def _rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+) -> torch.Tensor:
+    wide = x.float()
+    return (wide * (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt() * (1 if weight is None else weight)).to(x)
+
+
+def _fused_add_rms_norm(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x.float() + x_residual.float()
+    return _rms_norm(total, weight, epsilon).to(x), total.to(x)
+
+
+class CustomOp(torch.nn.Module):
+    """A layer that makes an instance of the class that is registered for its name."""
+
+    replaced: ClassVar[dict[str, type]] = {}
+    name: str
+
+    def __new__(cls, *given: Any, **named: Any) -> Any:
+        return super().__new__(CustomOp.replaced.get(cls.__name__, cls))
+
+    @classmethod
+    def register_oot(cls, _decorated_op_cls: Any = None, name: str | None = None) -> Any:
+        assert name and name not in cls.replaced
+        _decorated_op_cls.name = name
+        cls.replaced[name] = _decorated_op_cls
+        return _decorated_op_cls
+
+
+class SiluAndMul(CustomOp):
+    name = "silu_and_mul"
+
+    def __init__(self, *, compile_native: bool = True) -> None:
+        super().__init__()
+
+    def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.float().chunk(2, -1)
+        return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+class RotaryEmbedding(CustomOp):
+    name = "rotary_embedding"
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: float,
+        is_neox_style: bool,
+        dtype: torch.dtype,
+        init_cache: bool = True,
+    ) -> None:
+        super().__init__()
+        self.head_size, self.rotary_dim, self.is_neox_style = head_size, rotary_dim, is_neox_style
+        positions, channels = torch.arange(max_position_embeddings), torch.arange(0, rotary_dim, 2) / rotary_dim
+        angles = positions[:, None] / base**channels
+        self.cos_sin_cache = torch.cat([angles.cos(), angles.sin()], -1)
+        if not getattr(self, "use_flashinfer", False):
+            self.cos_sin_cache = self.cos_sin_cache.to(dtype)
+
+    def forward_cuda(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._rotated(positions, query), None if key is None else self._rotated(positions, key)
+
+    def _rotated(self, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        x = rows.unflatten(-1, (-1, self.head_size)).double()
+        cos, sin = self.cos_sin_cache[positions].double()[:, None].chunk(2, -1)
+        part, rest = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
+        a, b = part.chunk(2, -1) if self.is_neox_style else (part[..., ::2], part[..., 1::2])
+        turned = a * cos - b * sin, b * cos + a * sin
+        part = torch.cat(turned, -1) if self.is_neox_style else torch.stack(turned, -1).flatten(-2)
+        return torch.cat([part, rest], -1).flatten(-2).to(rows.dtype)
+
+
+ROTARY = {
+    name: RotaryEmbedding if name == "RotaryEmbedding" else type(name, (RotaryEmbedding,), {})
+    for name in (
+        "RotaryEmbedding",
+        "Llama3RotaryEmbedding",
+        "YaRNScalingRotaryEmbedding",
+        "LinearScalingRotaryEmbedding",
+    )
+}
 FP8 = torch.float8_e4m3fn
 BACKEND = {
     "AttentionBackend": type("AttentionBackend", (), {}), "AttentionImpl": type("AttentionImpl", (), {}),
@@ -131,10 +249,14 @@ BACKEND = {
     "MultipleOf": MultipleOf,
 }  # fmt: skip
 MODULES: dict[str, dict[str, Any]] = {
-    "vllm": {}, "vllm.v1": {}, "vllm.v1.attention": {}, "vllm.v1.attention.backends": {},
+    "vllm": {}, "vllm.ir": {}, "vllm.v1": {}, "vllm.v1.attention": {}, "vllm.v1.attention.backends": {},
     "vllm._custom_ops": {"reshape_and_cache_flash": reshape_and_cache_flash},
     "vllm.v1.kv_cache_interface": {"KVCacheLayout": KVCacheLayout},
     "vllm.v1.attention.backend": BACKEND,
+    "vllm.model_executor": {}, "vllm.model_executor.layers": {},
+    "vllm.model_executor.custom_op": {"CustomOp": CustomOp},
+    "vllm.model_executor.layers.activation": {"SiluAndMul": SiluAndMul},
+    "vllm.model_executor.layers.rotary_embedding": ROTARY,
     "vllm.v1.attention.backends.registry": {
         "AttentionBackendEnum": AttentionBackendEnum, "register_backend": register_backend,
     },
@@ -145,24 +267,29 @@ MODULES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     get_per_layer_parameters, register_backend, reshape_and_cache_flash, split_decodes_and_prefills,
-    *filter(inspect.isfunction, vars(AttentionMetadataBuilder).values()),
+    *filter(inspect.isfunction, vars(AttentionMetadataBuilder).values()), IrOp.register_impl,
+    vars(CustomOp)["register_oot"].__func__, SiluAndMul.__init__, SiluAndMul.forward_cuda, RotaryEmbedding.forward_cuda,
 )  # fmt: skip
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
     """The parameters of a function as the record writes them."""
     given = inspect.signature(function).parameters.values()
-    return [x.name + ("" if x.default is inspect.Parameter.empty else "=") for x in given]
+    stars = {inspect.Parameter.KEYWORD_ONLY: "*"}
+    return [stars.get(x.kind, "") + x.name + ("" if x.default is inspect.Parameter.empty else "=") for x in given]
 
 
 def install(version: str, patch: pytest.MonkeyPatch) -> ModuleType:
     """Makes the stand-ins importable as vLLM of a version; returns fi's plugin, imported over them."""
     _registered.clear()
+    CustomOp.replaced.clear()
     patch.setattr(importlib.metadata, "version", {"vllm": version}.__getitem__)
     for name, contents in MODULES.items():
         module = ModuleType(name)
         vars(module).update(contents, __path__=[])
         patch.setitem(sys.modules, name, module)
-    for name in (PLUGIN, f"{PLUGIN}.attention"):
+    norms = {"rms_norm": IrOp(_rms_norm), "fused_add_rms_norm": IrOp(_fused_add_rms_norm)}
+    vars(sys.modules["vllm.ir"])["ops"] = SimpleNamespace(**norms)
+    for name in (PLUGIN, f"{PLUGIN}.attention", f"{PLUGIN}.layers"):
         patch.delitem(sys.modules, name, raising=False)
     return importlib.import_module(PLUGIN)

@@ -289,6 +289,14 @@ class Env:
         BOOL, False, "call", 'Let backend="auto" choose implementations marked experimental.'
     )
 
+    # Serving engines
+    vllm_layers = Variable[bool](
+        BOOL,
+        False,
+        "import",
+        "The plugin of vLLM also offers norms (provider fi) and replaces SwiGLU and rotary embeddings.",
+    )
+
     # The command line
     no_color = Variable[bool](FLAG, False, "call", "No colours on a terminal (no-color.org).", prefixed=False)
     force_color = Variable[bool](FLAG, False, "call", "Colours also where there is no terminal.", prefixed=False)

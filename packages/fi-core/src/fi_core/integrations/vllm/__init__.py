@@ -1,9 +1,15 @@
-"""The plugin of vLLM: `vllm serve MODEL --attention-backend CUSTOM` attends with fi's kernels."""
+"""The plugin of vLLM: `vllm serve MODEL --attention-backend CUSTOM` attends with fi's kernels.
+
+With FI_VLLM_LAYERS=1 SwiGLU and rotary embeddings are fi's too, and the norms for which the engine is given
+`--ir-op-priority.rms_norm fi --ir-op-priority.fused_add_rms_norm fi`.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import logging
+
+from fi_core.runtime.env import env
 
 VERSIONS = ("0.24", "0.33")  # whose interfaces tests/engine_calls/vllm_seams.json holds
 BACKEND = "fi_core.integrations.vllm.attention.Backend"
@@ -13,11 +19,11 @@ _log = logging.getLogger("vllm.plugins.fi_core")
 
 
 def register() -> None:
-    """Registers the attention backend that `--attention-backend CUSTOM` selects.
+    """Registers the attention backend that `--attention-backend CUSTOM` selects, and with FI_VLLM_LAYERS=1 layers.
 
     vLLM finds this function by the entry point `vllm.general_plugins` and calls it in each of its processes. It changes
-    nothing for an engine that selects another backend, and nothing at all in a vLLM of another version than VERSIONS,
-    or where another plugin owns CUSTOM; it logs one line then.
+    nothing for an engine that selects another backend without FI_VLLM_LAYERS, and nothing at all in a vLLM of another
+    version than VERSIONS, or where another plugin owns CUSTOM; it logs one line then.
     """
     version = importlib.metadata.version("vllm")
     if ".".join(version.split(".")[:2]) not in VERSIONS:
@@ -26,7 +32,12 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     custom = AttentionBackendEnum.CUSTOM
-    if not custom.is_overridden():
-        register_backend(custom, BACKEND)
-    elif custom.get_path() != BACKEND:
-        _log.info("fi is not registered: %s is the CUSTOM attention backend", custom.get_path())
+    if custom.is_overridden():
+        if custom.get_path() != BACKEND:
+            _log.info("fi is not registered: %s is the CUSTOM attention backend", custom.get_path())
+        return
+    register_backend(custom, BACKEND)
+    if env.vllm_layers:
+        from fi_core.integrations.vllm import layers
+
+        layers.register()

@@ -98,7 +98,7 @@ class Metadata:
     max_seq_len: int
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
-    qo_indptr: torch.Tensor  # of prefill requests
+    qo_indptr: torch.Tensor  # of prefill requests, if there are any
     workspace: torch.Tensor
     plans: dict[int, BlockTablesPlan]  # by window_left
 
@@ -148,17 +148,18 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         step = common_attn_metadata
         if step.causal is not True:
             raise NotImplementedError("causal: True is required; select another attention backend for this model")
-        decodes, _, decode_tokens, _ = split_decodes_and_prefills(
+        decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(
             step, decode_threshold=self.reorder_batch_threshold, require_uniform=True
         )
         if decodes and decode_tokens % decodes:  # rows of padding between requests of several tokens
             decodes = decode_tokens = 0
         q_len = decode_tokens // decodes if decodes else 1
         starts = step.query_start_loc
+        if decodes and prefills:  # a launch that steps of decode do without
+            starts = starts[decodes:] - starts[decodes]
         metadata = Metadata(
             step.num_actual_tokens, decodes, decode_tokens, q_len, step.max_query_len, step.max_seq_len,
-            step.block_table_tensor, step.seq_lens, starts[decodes:] - starts[decodes] if decodes else starts,
-            self.workspace, self.plans,
+            step.block_table_tensor, step.seq_lens, starts, self.workspace, self.plans,
         )  # fmt: skip
         if decodes:
             for window_left, plan in self.plans.items():

@@ -75,7 +75,10 @@ class AttentionMetadataBuilder:
 def get_per_layer_parameters(vllm_config: Any, layer_names: list[str], cls_: type) -> dict[str, Any]:
     impls = {name: vllm_config.layers[name] for name in layer_names}
     assert all(isinstance(impl, cls_) for impl in impls.values())
-    return {name: SimpleNamespace(window_left=impl.sliding_window[0]) for name, impl in impls.items()}
+    return {
+        name: SimpleNamespace(window_left=impl.sliding_window[0], logits_soft_cap=impl.logits_soft_cap)
+        for name, impl in impls.items()
+    }
 
 
 def split_decodes_and_prefills(

@@ -125,7 +125,8 @@ def engine(
     **options: Any,
 ) -> tuple[Any, list[Any]]:
     """The builder of a group of layers, and the layers."""
-    impls = [plugin.Impl(HEADS[0], dim, dim**-0.5, HEADS[1], None, w, kv, **options) for w in windows]
+    shape: tuple[Any, ...] = HEADS[0], dim, dim**-0.5, HEADS[1]
+    impls = [plugin.Impl(*shape, sliding_window=w, kv_cache_dtype=kv, **options) for w in windows]
     for impl in impls:
         impl.process_weights_after_loading(torch.bfloat16)
     model = SimpleNamespace(dtype=torch.bfloat16, get_num_attention_heads=lambda parallel: HEADS[0])
@@ -177,14 +178,15 @@ MIXED = [(70, 1), (1, 1), (33, 1), (40, 40), (90, 25), (17, 2)]
 
 @pytest.mark.parametrize("requests", [MIXED[:3], MIXED[3:], MIXED], ids=["decode", "prefill", "mixed"])
 @pytest.mark.parametrize("window", [None, 20], ids=str)
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("option", [None, "sinks", "logits_soft_cap"])
 def test_attention(
-    plugin: Any, version: str, requests: list[tuple[int, int]], window: int | None, sinks: bool, device: str
+    plugin: Any, version: str, requests: list[tuple[int, int]], window: int | None, option: str | None, device: str
 ) -> None:
-    b, bias = batch(requests, device), rand(HEADS[0], device=device, dtype=torch.bfloat16)
-    builder, (impl,) = engine(plugin, device, windows=[window], sinks=bias if sinks else None)
+    values = {"sinks": rand(HEADS[0], device=device, dtype=torch.bfloat16), "logits_soft_cap": 0.5}
+    b, options = batch(requests, device), {option: values[option]} if option else {}
+    builder, (impl,) = engine(plugin, device, windows=[window], **options)
     got = attend(impl, builder, b, cache_of(plugin, version, device, "auto", DIM))
-    assert_close(got, expected(b, window_left=(window or 0) - 1, sinks=bias if sinks else None))
+    assert_close(got, expected(b, window_left=(window or 0) - 1, **options))
 
 
 def test_layers_of_other_windows_share_a_step(plugin: Any, version: str, device: str) -> None:
@@ -244,12 +246,12 @@ def test_building_does_not_wait_for_the_device(plugin: Any, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("target", ["80", "90a"])
-@pytest.mark.parametrize("kv", ["auto", "fp8"])
-def test_each_head_size_has_kernels(plugin: Any, version: str, target: str, kv: str) -> None:
+@pytest.mark.parametrize(("kv", "cap"), [("auto", None), ("auto", 30.0), ("fp8", None)], ids=str)
+def test_each_head_size_has_kernels(plugin: Any, version: str, target: str, kv: str, cap: float | None) -> None:
     for dim in plugin.Backend.get_supported_head_sizes():
         b, cache = batch(MIXED, "cpu", dim=dim), cache_of(plugin, version, "cpu", kv, dim)
         with Rehearsal(Target("cuda", target), 132, 227 * 1024) as rehearsal:
-            builder, (impl,) = engine(plugin, "cpu", kv=kv, dim=dim)
+            builder, (impl,) = engine(plugin, "cpu", kv=kv, dim=dim, logits_soft_cap=cap)
             at_start = len(rehearsal.calls)
             metadata = builder.build(0, b.step)
             impl.forward(LAYER, torch.cat(b.queries), None, None, cache, metadata, torch.cat(b.queries))

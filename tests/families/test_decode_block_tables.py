@@ -14,6 +14,7 @@ from families.harness import assert_close, assert_guards, guarded, rand
 from families.paged import Paged, paged, split_tables
 from families.prefill_batch import batch
 from fi_core.decode import trtllm_batch_decode_with_kv_cache, xqa, xqa_batch_decode_with_kv_cache
+from fi_core.prefill import trtllm_batch_context_with_kv_cache
 
 LENGTHS = (300, 1, 0, 65, 1000, 16)
 FUNCTIONS = [trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache]
@@ -50,6 +51,20 @@ def test_default_layouts_differ(device: str) -> None:
         given = arguments(p)
         del given["kv_layout"]
         assert_close(function(**given), p.expected()[0])
+
+
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_soft_cap(q_len: int, device: str) -> None:
+    """Of decode, of decode with several tokens a request, and of prefill over the same pages."""
+    p = paged(tuple(max(n, q_len) for n in LENGTHS), heads=(6, 2), kv_layout="HND", q_len=q_len, device=device)
+    given, want = arguments(p, logits_soft_cap=0.5), p.expected(logits_soft_cap=0.5)[0]
+    assert_close(trtllm_batch_decode_with_kv_cache(**given), want)
+    starts = torch.arange(len(p.lengths) + 1, dtype=torch.int32, device=device) * q_len
+    more = {"max_q_len": q_len, "cum_seq_lens_q": starts}
+    assert_close(trtllm_batch_decode_with_kv_cache(**given | more | {"q_len_per_req": None}), want)
+    del given["q_len_per_req"], given["max_seq_len"]
+    shape = {"max_kv_len": 1000, "bmm2_scale": 1.0, "batch_size": len(p.lengths), "cum_seq_lens_kv": starts}
+    assert_close(trtllm_batch_context_with_kv_cache(**given, **more, **shape), want)
 
 
 @pytest.mark.parametrize("tensor", [False, True])

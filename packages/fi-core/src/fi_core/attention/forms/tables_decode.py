@@ -50,6 +50,7 @@ class _Call(NamedTuple):
     scales: tuple[Any, Any] = (None, None)  # of NVFP4 keys and values
     shared_table: bool = True  # as `shared` of page_tables
     plan: BlockTablesPlan | None = None
+    soft_cap: float = 0.0
 
 
 def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None:
@@ -96,7 +97,7 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
     ops.batch_decode(
         c.out, c.lse, buffers.partials, buffers.schedule, q, k, v, pages, layout, buffers.num_ctas,
         buffers.num_ranges, split_kv=buffers.split_kv, q_len=q_len, window_left=c.window_left,
-        sm_scale=c.sm_scale[0], out_scale=c.out_scale[0], bmm1_scale=c.sm_scale[1],
+        soft_cap=c.soft_cap, sm_scale=c.sm_scale[0], out_scale=c.out_scale[0], bmm1_scale=c.sm_scale[1],
         bmm2_scale=c.out_scale[1], sinks=c.sinks, mask=mask,
         qo_indptr=qo_indptr, k_scales=c.scales[0], v_scales=c.scales[1], enable_pdl=c.enable_pdl,
         v_table_offset=v_table_offset, heads_per_tile=step.heads_per_tile,
@@ -135,7 +136,8 @@ def _attend_ragged(c: _Call, qo_indptr: torch.Tensor, most: int | None, name: st
     mask = None if mask is None else mask.view(torch.uint8)
     attend_tables(
         c.out, c.lse, q, c.cache, c.kv_layout, c.block_tables, c.seq_lens, qo_indptr, c.shared_table, causal=True,
-        mask=mask, sm_scale=c.sm_scale, out_scale=c.out_scale, window_left=c.window_left, sinks=c.sinks,
+        mask=mask, sm_scale=c.sm_scale, out_scale=c.out_scale, window_left=c.window_left, soft_cap=c.soft_cap,
+        sinks=c.sinks,
         k_scales=c.scales[0], v_scales=c.scales[1], enable_pdl=c.enable_pdl,
     )  # fmt: skip
 
@@ -168,7 +170,9 @@ def _attend_heads(c: _Call, q_len: int) -> None:
             given.view(rows.shape).copy_(rows)
 
 
-def _run(c: _Call, q_len: int, by_head: bool, qo_indptr: torch.Tensor | None, max_q_len: int | None) -> None:
+def _run(
+    c: _Call, q_len: int, by_head: bool, qo_indptr: torch.Tensor | None, max_q_len: int | None, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     if c.plan is not None and (by_head or qo_indptr is not None or not c.shared_table):
         raise unsupported("plan", c.plan, "leave it out with cum_seq_lens_q, sparse blocks or separate tables")
     if by_head:
@@ -177,6 +181,7 @@ def _run(c: _Call, q_len: int, by_head: bool, qo_indptr: torch.Tensor | None, ma
         _attend_ragged(c, qo_indptr, max_q_len, "max_q_len")
     else:
         _attend(c, q_len)
+    return (c.out, c.lse) if return_lse and c.lse is not None else c.out
 
 
 def _check_options(by_head: bool, cp_world: int, others: bool, shared_table: bool, kv_cache_sf: Any) -> None:
@@ -249,6 +254,7 @@ def trtllm_batch_decode_with_kv_cache(
     *,
     disable_split_kv: bool = False,
     plan: BlockTablesPlan | None = None,
+    logits_soft_cap: float = 0.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Decode attention over a block table, without a plan: `softmax(q k^T * bmm1_scale) v * bmm2_scale` (TensorRT-LLM).
 
@@ -304,6 +310,7 @@ def trtllm_batch_decode_with_kv_cache(
             q_len_per_req or max_q_len (not an argument of FlashInfer).
         plan: of these block_tables and seq_lens, made once a step for all layers; None: each call plans, by a launch of
             its own (not an argument of FlashInfer).
+        logits_soft_cap: c > 0 replaces scores by `c tanh(score / c)` (not an argument of FlashInfer).
 
     Returns:
         out, or (out, lse).
@@ -324,16 +331,15 @@ def trtllm_batch_decode_with_kv_cache(
     q_len, cache = 1 if q_len_per_req is None else q_len_per_req, contract.cache_pair(kv_cache, kv_layout)
     contract.check_nvfp4(kv_cache_sf, cache[0], "kv_cache")
     result, lse = _results(query, cache[1], out, lse, return_lse, out_dtype)
-    if sharded:
-        mask = mask_of_rank(q_len, seq_lens, causal_seqlens_kv_global, cp_world, cp_rank)
     call = _Call(
         result, lse, query, cache, kv_layout, workspace_buffer, block_tables, seq_lens,
         scale_product(1.0, bmm1_scale) if bmm1_scale_log2 is None else (_LN2, bmm1_scale_log2),
-        scale_product(1.0, bmm2_scale), window_left, sinks=sinks, mask=mask, shared_table=uses_shared_paged_kv_idx,
-        scales=scales_of(kv_cache_sf, kv_layout), enable_pdl=enable_pdl, disable_split_kv=disable_split_kv, plan=plan,
+        scale_product(1.0, bmm2_scale), window_left, sinks=sinks,
+        mask=mask_of_rank(q_len, seq_lens, causal_seqlens_kv_global, cp_world, cp_rank) if sharded else mask,
+        enable_pdl=enable_pdl, disable_split_kv=disable_split_kv, scales=scales_of(kv_cache_sf, kv_layout),
+        shared_table=uses_shared_paged_kv_idx, plan=plan, soft_cap=logits_soft_cap,
     )  # fmt: skip
-    _run(call, q_len, enable_block_sparse_attention, cum_seq_lens_q, max_q_len)
-    return (result, lse) if return_lse and lse is not None else result
+    return _run(call, q_len, enable_block_sparse_attention, cum_seq_lens_q, max_q_len, return_lse)
 
 
 @fi_api

@@ -148,6 +148,8 @@ def trtllm_batch_context_with_kv_cache(
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,
     backend: str = "trtllm-gen",
+    *,
+    logits_soft_cap: float = 0.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Prefill attention over a block table, without a plan: `softmax(mask(q k^T * bmm1_scale)) v * bmm2_scale`
     (TensorRT-LLM).
@@ -168,6 +170,7 @@ def trtllm_batch_context_with_kv_cache(
         causal: a row attends to the keys up to its own position.
         lse: fp32 `[qo_tokens, num_qo_heads]`, base 2, written if given.
         backend: "trtllm-gen", "cute-dsl", "cutlass" and "auto" mean the same kernels.
+        logits_soft_cap: c > 0 replaces scores by `c tanh(score / c)` (not an argument of FlashInfer).
 
     Returns:
         out, or (out, lse).
@@ -192,7 +195,7 @@ def trtllm_batch_context_with_kv_cache(
         result, lse, query, cache, kv_layout, block_tables, seq_lens, cum_seq_lens_q, uses_shared_paged_kv_idx,
         causal=causal, window_left=window_left, sm_scale=scale_product(1.0, bmm1_scale),
         out_scale=scale_product(1.0, bmm2_scale), sinks=sinks, k_scales=k_scales, v_scales=v_scales,
-        enable_pdl=enable_pdl,
+        enable_pdl=enable_pdl, soft_cap=logits_soft_cap,
     )  # fmt: skip
     return (result, lse) if return_lse and lse is not None else result
 

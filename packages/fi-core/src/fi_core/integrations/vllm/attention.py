@@ -114,6 +114,7 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         layers = get_per_layer_parameters(vllm_config, layer_names, Impl).values()
+        soft_caps = {layer.logits_soft_cap for layer in layers}
         self.workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self.plans = {window: BlockTablesPlan(self.workspace) for window in {layer.window_left for layer in layers}}
         self.q_dtype = vllm_config.model_config.dtype
@@ -123,9 +124,10 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         )  # fmt: skip
         cache_dtype = vllm_config.cache_config.cache_dtype
         self.kv_dtype = _fp8(cache_dtype) if cache_dtype in _FP8 else kv_cache_spec.dtype
-        self._load(device)
+        for soft_cap in soft_caps:
+            self._load(device, soft_cap)
 
-    def _load(self, device: torch.device) -> None:
+    def _load(self, device: torch.device, soft_cap: float) -> None:
         """Attends to one token of zeros: no kernel is compiled while the engine serves."""
         import torch
 
@@ -141,7 +143,7 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
             )
             trtllm_batch_context_with_kv_cache(
                 query, pages, self.workspace, table, length, 1, 1, 1.0, 1.0, batch_size=1, cum_seq_lens_q=starts,
-                cum_seq_lens_kv=starts, window_left=window_left,
+                cum_seq_lens_kv=starts, window_left=window_left, logits_soft_cap=soft_cap,
             )  # fmt: skip
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
@@ -187,16 +189,15 @@ class Impl(AttentionImpl):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        for name, value in (("alibi_slopes", alibi_slopes), ("logits_soft_cap", logits_soft_cap)):
-            if value:
-                raise NotImplementedError(f"{name}: None is required; got {value}. Select another attention backend")
+        if alibi_slopes:
+            raise NotImplementedError(
+                f"alibi_slopes: None is required; got {alibi_slopes}. Select another attention backend"
+            )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.window_left = -1 if sliding_window is None else sliding_window - 1
-        self.sliding_window, self.logits_soft_cap = (
-            (self.window_left, 0),
-            None,
-        )  # as get_per_layer_parameters reads them
+        self.sliding_window = self.window_left, 0  # this and the next for get_per_layer_parameters
+        self.logits_soft_cap = logits_soft_cap or 0.0
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
         self.sinks = sinks
 
@@ -238,7 +239,7 @@ class Impl(AttentionImpl):  # type: ignore[misc]
             trtllm_batch_decode_with_kv_cache(
                 query[:rows], (k, v), step.workspace, step.block_tables[:requests], step.seq_lens[:requests],
                 step.max_seq_len, *scales, window_left=self.window_left, out=output[:rows], sinks=self.sinks,
-                q_len_per_req=step.q_len, plan=step.plans[self.window_left],
+                q_len_per_req=step.q_len, plan=step.plans[self.window_left], logits_soft_cap=self.logits_soft_cap,
             )  # fmt: skip
         if rows < step.num_actual_tokens:
             tokens, lengths = slice(rows, step.num_actual_tokens), step.seq_lens[requests:]
@@ -246,6 +247,7 @@ class Impl(AttentionImpl):  # type: ignore[misc]
                 query[tokens], (k, v), step.workspace, step.block_tables[requests:], lengths, step.max_query_len,
                 step.max_seq_len, *scales, batch_size=len(lengths), cum_seq_lens_q=step.qo_indptr,
                 cum_seq_lens_kv=step.qo_indptr, window_left=self.window_left, out=output[tokens], sinks=self.sinks,
+                logits_soft_cap=self.logits_soft_cap,
             )  # fmt: skip
         return output
 

@@ -70,6 +70,36 @@ def test_every_implementation(dtype: torch.dtype, m: int, n: int, k: int, device
                 assert_guards(out)
 
 
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("impl", ["wgmma_sm90", "wgmma_small_m_sm90"])
+@pytest.mark.parametrize("kind", ["bf16", "rows", "blocks", "blocks of columns"])
+def test_a_row_does_not_see_where_its_tile_begins(kind: str, impl: str) -> None:
+    """The last tile computes rows of the one before again: the same bits, as in a product of fewer rows."""
+    m, n, k = 321, 8200, 4096  # weights of 32 MB, which L2 forgets
+    dtype = torch.bfloat16 if kind == "bf16" else E4M3
+    a, b = rand(m, k, dtype=dtype, device="cuda"), weights(n, k, dtype=dtype, device="cuda")
+    scales: tuple[torch.Tensor, ...] = ()
+    if kind != "bf16":
+        of_k = () if kind == "rows" else (k // 128,)
+        sa, sb = (
+            rand(rows, *of_k, dtype=torch.float32, device="cuda", seed=5).abs()
+            for rows in (m, n if kind == "rows" else -(-n // 128))
+        )
+        scales = (sa.mT.contiguous().mT if kind == "blocks of columns" else sa, sb)
+    for tactic in range(6) if impl == "wgmma_sm90" else range(0, 32, 8):
+        results = []
+        for rows in (m, 320, 256, 193, 129, 66):
+            out = guarded((rows, n), torch.bfloat16, "cuda")
+            given = (scales[0][:rows], scales[1]) if scales else ()
+            with using("gemm", impl):
+                gemm(out, a[:rows], b, *given, tactic=tactic)
+            assert_guards(out)
+            results.append(out)
+        for out in results:
+            assert torch.equal(out, results[0][: out.shape[0]]), f"tactic {tactic}, {out.shape[0]} rows"
+
+
 @pytest.mark.parametrize("kind", ["rows", "blocks", "row_blocks"])
 def test_every_scale(kind: str, device: str) -> None:
     m, n, k = 150, 260, 300

@@ -145,6 +145,32 @@ def test_early_stores_of_block_scaled_tiles_where_k_is_short(gemm: Gemm) -> None
         call(640, tactic=6)
 
 
+@pytest.mark.parametrize(("m", "tactic", "last"), [(129, 3, 1), (256, 3, 128), (257, 0, 129), (100, 0, 0), (65, 5, 1)])
+def test_the_last_tile_of_rows_is_full(gemm: Gemm, m: int, tactic: int, last: int) -> None:
+    """It begins within the tile before, so that no CTA runs ahead of those that read the same weights."""
+    assert parameters(one(gemm(m, 8192, 8192, tactic=tactic)), "GemmSm90Params")["last_row"] == last
+
+
+def test_the_last_tile_may_be_short_where_l2_keeps_the_weights(gemm: Gemm) -> None:
+    assert parameters(one(gemm(129, 4096, 1024, tactic=3)), "GemmSm90Params")["last_row"] == 128
+
+
+@pytest.mark.parametrize(("strides", "last"), [((1, 132), 4), ((64, 1), 4), (None, 4)])
+def test_the_last_tile_begins_at_a_multiple_of_four_scales(
+    gemm: Gemm, strides: tuple[int, int] | None, last: int
+) -> None:
+    scales = {"a_scale": Tensor(SA, (129, 64), "f32", strides), "b_scale": Tensor(SB, (64, 64), "f32")}
+    p = parameters(one(gemm(129, 8192, 8192, "e4m3", "blocks", tactic=3, **scales)), "GemmSm90Params")
+    assert p["last_row"] == last
+
+
+def test_row_indices_are_those_of_whole_tiles(gemm: Gemm) -> None:
+    """A tile meets the matrix of its first row, so it may not begin among the rows of another."""
+    b = Tensor(B, (3, 8192, 8192), "bf16")
+    p = parameters(one(gemm(300, 8192, 8192, b=b, m_indices=Tensor(GROUPS, (300,), "i32"))), "GemmSm90Params")
+    assert p["last_row"] == 256
+
+
 def test_grouped_rows(gemm: Gemm) -> None:
     b = Tensor(B, (40, 256, 128), "bf16")
     launch = one(gemm(5000, 256, 128, b=b, m_indptr=Tensor(GROUPS, (41,), "i32")))

@@ -102,6 +102,12 @@ def test_two_tiles_of_tokens_are_not_split(gemm: Gemm) -> None:
     assert launch["cluster"][0] == 1 and launch["grid"][0] == 66
 
 
+@pytest.mark.parametrize(("m", "last"), [(129, 65), (192, 128), (64, 0), (3, 0)])
+def test_the_last_tile_is_full(gemm: Gemm, m: int, last: int) -> None:
+    p = parameters(one(gemm(m, 8192, 8192, tokens=64)), "GemmSmallMParams")["gemm"]
+    assert p["last_row"] == last
+
+
 def test_narrow_weights_are_split_along_k(gemm: Gemm) -> None:
     """Four tiles of 64 rows of b cannot stream from more than four SMs."""
     launch = one(gemm(1, 256, 16384))

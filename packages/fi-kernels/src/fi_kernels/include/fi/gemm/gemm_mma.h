@@ -8,6 +8,7 @@ struct GemmMmaParams {
   GemmProblem problem;
   int32_t k_stages;  // of 64 bytes
   int32_t group_m;   // tiles along m of a group of the raster
+  int32_t last_row;  // that a tile of a batch may begin with
   int32_t pairs;     // pairs of columns of out are aligned
 };
 

@@ -23,6 +23,7 @@ struct GemmSm90Params {
   int32_t b_once;      // no tile of b is loaded twice
   int32_t whole_rows;  // rows of out are aligned to 16 bytes
   int32_t tma_stores;  // whole tiles of out go through the map `out`
+  int32_t last_row;    // that a tile of a batch may begin with
 };
 
 }  // namespace fi

@@ -101,7 +101,7 @@ struct GemmSmallM {
   // Whether weights meet one or two tiles of tokens of one product. few_tokens_tile then finds a tile without division.
   FI_DEVICE bool few_tokens() const { return known() && p.problem.batch == 1 && p.problem.m <= 2 * kTokens; }
   FI_DEVICE GemmTile few_tokens_tile(int number) const {
-    const int both = p.problem.m > kTokens, row = (number & both) * kTokens;
+    const int both = p.problem.m > kTokens, row = min((number & both) * kTokens, p.last_row);
     return {row, (number >> both) * kRows, p.problem.m - row, 0, 0};
   }
   FI_DEVICE bool next(Tiles<kTokens, kRows>& tiles, GemmTile& tile) const {

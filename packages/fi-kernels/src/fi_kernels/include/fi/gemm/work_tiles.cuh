@@ -36,6 +36,10 @@ struct BatchedTilesOf {
       tile.row = at.m * kRows;
       tile.column = at.n * kColumns;
       tile.rows = p.problem.m - tile.row;
+      // Written so, mainloops compile as without it; as a minimum of rows, block scales with 64 x 128 take 5-8 %
+      // longer.
+      const int early = max(tile.row - p.last_row, 0);
+      tile.row -= early, tile.rows += early;
       tile.a_batch = tile.b_batch = batch;
       if (p.problem.rows == GemmRows::kIndices) {
         tile.b_batch = p.problem.row_groups[tile.row];

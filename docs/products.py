@@ -1,8 +1,9 @@
-"""Tables of h200-gemm.jsonl; see `results.TABLES`."""
+"""Tables of h200-gemm.jsonl and h200-gemm-drawn.jsonl; see `results.TABLES`."""
 
 from __future__ import annotations
 
 import re
+import statistics
 
 from ceilings import PROJECTION
 from records import OURS, Result, beside, geometric, number, rows, table
@@ -65,3 +66,24 @@ def few_tokens_table() -> str:
         )
     summary = ("all numbers of tokens", "cases", "geometric mean of the best peer", "slower than it", "slowest")
     return f"{table(head, lines)}\n\n{table(summary, means)}"
+
+
+def drawn_table() -> str:
+    """Products of 65 to 1024 tokens whose shapes are drawn: the launcher's choice against cuBLAS and the best tile."""
+    drawn = [row for row in rows("gemm-drawn") if row["set"] == "drawn"]
+    lines = []
+    for kind in ("bf16", "fp8, one scale", "fp8, block scales"):
+        for least, most in ((65, 128), (129, 256), (257, 512), (513, 1024)):
+            band = [row for row in drawn if row["kind"] == kind and least <= row["m"] <= most]
+            beside_peer = [row for row in band if "cuBLAS" in row]
+            of_peer = ["", ""]
+            if beside_peer:
+                of_peer = [
+                    f"{statistics.geometric_mean(row[name] / row['cuBLAS'] for row in beside_peer):.2f}"
+                    for name in ("before", "fi")
+                ]
+            of_best = [row["fi"] / min(row["tiles"].values()) for row in band]
+            means = f"{statistics.geometric_mean(of_best):.3f}", f"{max(of_best):.2f}"
+            lines.append((f"{kind}, {least} to {most}", len(band), *of_peer, *means))
+    head = ("kind, tokens", "cases", "before / cuBLAS", "fi / cuBLAS", "fi / best tile", "worst")
+    return table(head, lines)

@@ -270,6 +270,7 @@ TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its
     ),
     "gemm": products.gemm_table,
     "gemm-few-tokens": products.few_tokens_table,
+    "gemm-drawn": products.drawn_table,
     "decode-nvfp4": attention.nvfp4_table,
     "decode-cudnn": lambda: attention.cudnn_table(prefill=False),
     "prefill-cudnn": lambda: attention.cudnn_table(prefill=True),

@@ -19,8 +19,10 @@ from fi_core.gemm import (
     gemm_fp8_nt_groupwise,
     group_gemm_fp8_nt_groupwise,
 )
-from fi_core.gemm.ops import gemm
+from fi_core.gemm.ops import GEMM, GemmKind, GemmStores, gemm
+from fi_core.runtime.dispatch import Request, choose
 from fi_core.runtime.errors import BackendSupportedError
+from fi_core.runtime.spec.target import Target
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [torch.bfloat16, torch.float16, E4M3]
@@ -70,6 +72,41 @@ def test_every_implementation(dtype: torch.dtype, m: int, n: int, k: int, device
                 assert_guards(out)
 
 
+def tactics_of(impl: str, kind: str) -> list[int]:
+    """Of the tiles of an implementation for any number of tokens, then with exchanged operands. k is not split."""
+    if impl == "wgmma_small_m_sm90":
+        return list(range(0, 32, 8))
+    dtype = "bf16" if kind == "bf16" else "e4m3"
+    scales = "blocks" if kind.startswith("blocks") else "rows"
+    unit = choose(Request.of(GEMM, Target("cuda", "90a"), {"a": dtype, "b": dtype, "scales": scales})).spec.unit()
+    assert unit
+    tiles = [entry.config for entry in unit.entries]
+    plain = [i for i, t in enumerate(tiles) if t.stores != GemmStores.TMA_HALVES and t.kind == GemmKind.WGMMA]
+    return [*plain, *(len(tiles) + i for i, t in enumerate(tiles) if t.stores == GemmStores.EITHER)]
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("kind", ["bf16", "rows"])
+@pytest.mark.parametrize(("m", "n", "k", "padding"), [(257, 1000, 272, 8), (70, 333, 144, 3), (530, 1000, 1024, 0)])
+def test_exchanged_operands_give_the_product(kind: str, m: int, n: int, k: int, padding: int) -> None:
+    """A tile may have weights as rows and tokens as columns: its transpose is stored, by vectors or by elements."""
+    dtype = torch.bfloat16 if kind == "bf16" else E4M3
+    a = rand(2, m, k, dtype=dtype, device="cuda")
+    b = weights(2, n, k, dtype=dtype, device="cuda")
+    scales: tuple[torch.Tensor, ...] = ()
+    want = torch.stack([product(a[i], b[i]) for i in range(2)])
+    if kind == "rows":
+        sa, sb = (rand(2, r, dtype=torch.float32, device="cuda", seed=5).abs() for r in (m, n))
+        scales, want = (sa, sb), want * sa.double().unsqueeze(-1) * sb.double().unsqueeze(-2)
+    for tactic in tactics_of("wgmma_sm90", kind):
+        out = guarded((2, m, n), torch.bfloat16, "cuda", row_padding=padding)
+        with using("gemm", "wgmma_sm90"):
+            gemm(out, a, b, *scales, tactic=tactic)
+        assert_close(out, want, tolerance=(1e-2, 5e-2))
+        assert_guards(out)
+
+
 @pytest.mark.gpu
 @pytest.mark.sm90
 @pytest.mark.parametrize("impl", ["wgmma_sm90", "wgmma_small_m_sm90"])
@@ -87,7 +124,7 @@ def test_a_row_does_not_see_where_its_tile_begins(kind: str, impl: str) -> None:
             for rows in (m, n if kind == "rows" else -(-n // 128))
         )
         scales = (sa.mT.contiguous().mT if kind == "blocks of columns" else sa, sb)
-    for tactic in range(6) if impl == "wgmma_sm90" else range(0, 32, 8):
+    for tactic in tactics_of(impl, kind):
         results = []
         for rows in (m, 320, 256, 193, 129, 66):
             out = guarded((rows, n), torch.bfloat16, "cuda")

@@ -164,6 +164,36 @@ def test_the_last_tile_begins_at_a_multiple_of_four_scales(
     assert p["last_row"] == last
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "name", "transposed"),
+    [
+        (129, 8192, 8192, "gemm_small_m_64x192", 0),
+        (128, 2112, 7168, "gemm_small_m_64x64", 0),
+        (385, 8192, 8192, "gemm_128x208", 1),
+        (159, 28672, 3584, "gemm_128x160", 1),
+        (4096, 4096, 7168, "gemm_128x256", 0),
+    ],
+)
+def test_tokens_between_few_and_many(gemm: Gemm, m: int, n: int, k: int, name: str, transposed: int) -> None:
+    """Tiles of the kernel for few tokens, or of weights as rows: 385 tokens are two tiles of 208 and four of 128."""
+    launch = one(gemm(m, n, k))
+    assert launch["name"] == name and parameters(launch, "GemmSm90Params")["transposed"] == transposed
+
+
+def test_exchanged_operands(gemm: Gemm) -> None:
+    scales = {"a_scale": Tensor(SA, (385,), "f32"), "b_scale": Tensor(SB, (8192,), "f32")}
+    calls = gemm(385, 8192, 8192, "e4m3", **scales)
+    p = parameters(one(calls), "GemmSm90Params")
+    assert (one(calls)["name"], p["transposed"], p["group_m"]) == ("gemm_128x208", 1, 1)
+    assert maps(calls)[A] == [[8192, 1, 128], [385, 8192, 208], [1, 128, 1]]
+    assert maps(calls)[B] == [[8192, 1, 128], [8192, 8192, 128], [1, 128, 1]]
+    q = p["problem"]
+    assert (q["m"], q["n"], q["a"], q["b"], q["a_scale"], q["b_scale"]) == (8192, 385, B, A, SB, SA)
+    assert (q["out"], q["out_row_stride"]) == (OUT, 8192)
+    plain = gemm(385, 8192, 8192, bias=Tensor(BIAS, (8192,), "bf16"))
+    assert parameters(one(plain), "GemmSm90Params")["transposed"] == 0, "a bias is that of columns"
+
+
 def test_row_indices_are_those_of_whole_tiles(gemm: Gemm) -> None:
     """A tile meets the matrix of its first row, so it may not begin among the rows of another."""
     b = Tensor(B, (3, 8192, 8192), "bf16")

@@ -56,20 +56,18 @@ def maps(calls: list[Call]) -> dict[int, list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "name", "tokens"),
+    ("m", "k", "name", "tokens"),
     [
-        (1, "many", "long", "wgmma_small_m_sm90", 8),
-        (9, "many", "long", "wgmma_small_m_sm90", 16),
-        (64, "many", "long", "wgmma_small_m_sm90", 64),
-        (65, "many", "long", "wgmma_sm90", 0),
-        (128, "few", "long", "wgmma_small_m_sm90", 64),
-        (129, "few", "long", "wgmma_sm90", 0),
-        (16, "many", "short", "wgmma_small_m_sm90", 16),
-        (17, "few", "short", "wgmma_sm90", 0),
+        (1, "long", "wgmma_small_m_sm90", 8),
+        (9, "long", "wgmma_small_m_sm90", 16),
+        (64, "long", "wgmma_small_m_sm90", 64),
+        (65, "long", "wgmma_sm90", 0),
+        (16, "short", "wgmma_small_m_sm90", 16),
+        (17, "short", "wgmma_sm90", 0),
     ],
 )
-def test_few_tokens_have_a_kernel_of_their_own(m: int, n: str, k: str, name: str, tokens: int) -> None:
-    choice = choose(Request.of(GEMM, Target("cuda", "90a"), {"m": m, "n": n, "k": k}))
+def test_few_tokens_have_a_kernel_of_their_own(m: int, k: str, name: str, tokens: int) -> None:
+    choice = choose(Request.of(GEMM, Target("cuda", "90a"), {"m": m, "k": k}))
     assert choice.implementation == name and dict(choice.spec.axes)["tokens"] == tokens
 
 
@@ -77,7 +75,7 @@ def test_boxes_are_tiles_of_128_bytes(gemm: Gemm) -> None:
     calls = gemm(
         9, 1000, 1000, "e4m3", a=Tensor(A, (9, 1000), "e4m3", (1024, 1)), b=Tensor(B, (1000, 1000), "e4m3", (1008, 1))
     )
-    p = parameters(one(calls), "GemmSmallMParams")["gemm"]
+    p = parameters(one(calls), "GemmSm90Params")
     columns = int(one(calls)["name"].rpartition("x")[2])
     assert maps(calls)[A] == [[1000, 1, 128], [9, 1024, 16], [1, 128, 1]]
     assert maps(calls)[B] == [[1000, 1, 128], [1000, 1008, columns], [1, 128, 1]]
@@ -104,7 +102,7 @@ def test_two_tiles_of_tokens_are_not_split(gemm: Gemm) -> None:
 
 @pytest.mark.parametrize(("m", "last"), [(129, 65), (192, 128), (64, 0), (3, 0)])
 def test_the_last_tile_is_full(gemm: Gemm, m: int, last: int) -> None:
-    p = parameters(one(gemm(m, 8192, 8192, tokens=64)), "GemmSmallMParams")["gemm"]
+    p = parameters(one(gemm(m, 8192, 8192, tokens=64)), "GemmSm90Params")
     assert p["last_row"] == last
 
 
@@ -127,21 +125,21 @@ def test_many_tiles_are_persistent(gemm: Gemm) -> None:
 
 
 def test_large_weights_are_not_evicted_first(gemm: Gemm) -> None:
-    once = [parameters(one(gemm(1, n, 8192)), "GemmSmallMParams")["gemm"]["b_once"] for n in (8192, 28672)]
+    once = [parameters(one(gemm(1, n, 8192)), "GemmSm90Params")["b_once"] for n in (8192, 28672)]
     assert once == [1, 0]
 
 
 def test_grouped_rows_are_not_split(gemm: Gemm) -> None:
     b = Tensor(B, (8, 256, 4096), "bf16")
     calls = gemm(128, 256, 4096, b=b, m_indptr=Tensor(GROUPS, (9,), "i32"))
-    launch, p = one(calls), parameters(one(calls), "GemmSmallMParams")["gemm"]
+    launch, p = one(calls), parameters(one(calls), "GemmSm90Params")
     assert launch["cluster"] == [1, 1, 1] and p["problem"]["row_groups"] == GROUPS
     assert maps(calls)[A][1] == [128, 8192, 16] and maps(calls)[B][2] == [8, 2 * 256 * 4096, 1]
 
 
 def test_block_scales_of_any_stride(gemm: Gemm) -> None:
     scales = {"a_scale": Tensor(SA, (10, 8), "f32", (1, 12)), "b_scale": Tensor(SB, (3, 8), "f32")}
-    p = parameters(one(gemm(10, 320, 1024, "e4m3", **scales)), "GemmSmallMParams")["gemm"]["problem"]
+    p = parameters(one(gemm(10, 320, 1024, "e4m3", **scales)), "GemmSm90Params")["problem"]
     assert (p["a_scale_row_stride"], p["a_scale_k_stride"], p["a_scale_rows"]) == (1, 12, 1)
     assert (p["b_scale_row_stride"], p["b_scale_k_stride"], p["b_scale_rows"]) == (8, 1, 128)
 
@@ -152,5 +150,5 @@ def test_refusals(gemm: Gemm) -> None:
 
 
 def test_constant_weights_are_loaded_before_the_kernel_ahead_ends(gemm: Gemm) -> None:
-    early = [parameters(one(gemm(1, 512, 256, b_constant=b)), "GemmSmallMParams")["b_constant"] for b in (False, True)]
+    early = [parameters(one(gemm(1, 512, 256, b_constant=b)), "GemmSm90Params")["b_constant"] for b in (False, True)]
     assert early == [0, 1]

@@ -7,7 +7,6 @@
 #include "fi/gemm/gemm_mma.h"
 #include "fi/gemm/gemm_plan.h"
 #include "fi/gemm/gemm_sm90.h"
-#include "fi/gemm/gemm_small_m.h"
 #include "fi/gemm/gemm_small_m_cost.h"
 #include "fi/generated/gemm.h"
 #include "fi/host/contents.h"
@@ -20,6 +19,11 @@ namespace fi {
 namespace {
 
 constexpr int64_t kLimit = 1 << 30;  // of rows and columns: row numbers of tiles are 32-bit
+
+// Whether the epilogue decides, where whole lines are stored faster by the kernel for any number of tokens: by bytes of
+// a row of b. H200, 128 products, us of wgmma_small_m_sm90 and wgmma_sm90: bf16 64 x 512 x 128 18.6 and 13.7, fp8 14.8
+// and 11.3; bf16 16 x 512 x 128 14.4 and 13.1, fp8 10.4 and 11.0.
+bool short_k(int64_t k, int64_t bytes) { return k * bytes <= 1024; }
 
 // The contract of a scale tensor: none, one, [.., rows], or [.., rows or ceil(rows / 128), ceil(k / 128)].
 struct Scale {
@@ -227,6 +231,46 @@ Tile small_m_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a,
   return best;
 }
 
+// Whether a kernel may multiply b by a, and store the transposed product.
+bool transposes(const GemmProblem& p, const GemmArgs& a) {
+  return p.rows == GemmRows::kBatched && !a.bias && p.a_scale_k_stride == 0 && p.b_k_stride == 1;
+}
+
+// The problem with its operands exchanged; out stays [m, n] of the given one.
+GemmProblem transposed(GemmProblem p) {
+  std::swap(p.a, p.b);
+  std::swap(p.a_scale, p.b_scale);
+  std::swap(p.m, p.n);
+  std::swap(p.a_batch_stride, p.b_batch_stride);
+  std::swap(p.a_row_stride, p.b_row_stride);
+  std::swap(p.a_scale_batch_stride, p.b_scale_batch_stride);
+  std::swap(p.a_scale_row_stride, p.b_scale_row_stride);
+  std::swap(p.a_scale_rows, p.b_scale_rows);
+  return p;
+}
+
+// Whether an entry computes the problem without exchanged operands.
+bool takes(const GemmProblem& p, const GemmArgs& a, const GemmConfig& t, int64_t multiprocessors) {
+  if (p.rows == GemmRows::kIndices && 128 % t.rows != 0) return false;
+  if (t.kind == GemmKind::SMALL_M)  // measured for these
+    return p.rows == GemmRows::kBatched && p.batch == 1 && p.m <= 256 && !short_k(p.k, a.a.dtype().bytes());
+  // A CTA with a single tile has nothing to hide stores behind.
+  return t.stores != GemmStores::TMA_HALVES || (p.k % kGemmHalvesStep == 0 && p.k <= kGemmHalvesK &&
+                                                stores_vectors(a.out, p, 16) && tiles_of(p, t) > multiprocessors);
+}
+
+// Of the kernels for any number of tokens.
+Tile wgmma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const GemmShape& shape,
+                int64_t multiprocessors) {
+  const bool may_transpose = transposes(p, a);
+  return cheapest_entry<GemmConfig>(kernel, a.tactic, [&](const GemmConfig& t, bool turned) {
+    GemmShape s = shape;
+    if (turned) std::swap(s.rows, s.n);
+    const bool fits = turned ? may_transpose && t.stores == GemmStores::EITHER : takes(p, a, t, multiprocessors);
+    return fits ? gemm_cost(s, {t.rows, t.columns, t.k_block_clocks}, multiprocessors) : -1.0;
+  });
+}
+
 // The entry that computes the problem, and its tile.
 Tile tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const GemmShape& shape) {
   const int64_t multiprocessors = kernel.multiprocessors(a.a.device());
@@ -236,13 +280,7 @@ Tile tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const G
     case GemmKind::SMALL_M:
       return small_m_tile(kernel, p, a, {shape.rows, p.n, gemm_ceil(p.k * shape.bytes, 128), p.batch}, multiprocessors);
     default:
-      return wgmma_tile<GemmConfig>(kernel, shape, multiprocessors, a.tactic, [&](const GemmConfig& config) {
-        if (p.rows == GemmRows::kIndices && 128 % config.rows != 0) return false;
-        // A CTA with a single tile has nothing to hide stores behind.
-        return config.stores != GemmStores::TMA_HALVES ||
-               (p.k % kGemmHalvesStep == 0 && p.k <= kGemmHalvesK && stores_vectors(a.out, p, 16) &&
-                tiles_of(p, config) > multiprocessors);
-      });
+      return wgmma_tile(kernel, p, a, shape, multiprocessors);
   }
 }
 
@@ -273,15 +311,20 @@ GemmSm90Params hopper_params(const Kernel& kernel, const GemmProblem& p, const G
   return params;
 }
 
-void launch_gemm(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a) {
+void launch_gemm(const Kernel& kernel, const GemmProblem& given, const GemmArgs& a) {
   const int64_t multiprocessors = kernel.multiprocessors(a.a.device());
-  GemmShape shape{
-      one_a(p) ? gemm_ceil(p.m, p.batch) : p.m, p.n, p.k, p.batch, a.a.dtype().bytes(), a.out.dtype().bytes()};
+  GemmShape shape{one_a(given) ? gemm_ceil(given.m, given.batch) : given.m,
+                  given.n,
+                  given.k,
+                  given.batch,
+                  a.a.dtype().bytes(),
+                  a.out.dtype().bytes()};
   if (a.expected_m >= 0) {
     shape.rows = std::max<int64_t>(1, a.expected_m);
-    shape.varied = p.rows == GemmRows::kIndptr;
+    shape.varied = given.rows == GemmRows::kIndptr;
   }
-  const auto [entry, t, splits] = tile(kernel, p, a, shape);
+  const auto [entry, t, splits, turned] = tile(kernel, given, a, shape);
+  const GemmProblem p = turned ? transposed(given) : given;
   const int64_t tiles = tiles_of(p, t);
   const int64_t group_m = gemm_group_m({t.rows, t.columns, 0}, multiprocessors);
   Launch launch{std::min(tiles, multiprocessors)};
@@ -299,16 +342,19 @@ void launch_gemm(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a) 
     params.whole_rows = stores_vectors(a.out, p, 4);
     if (splits > 1) launch.grid_x = tiles * splits;
     launch.cluster = static_cast<unsigned>(splits);
-    return kernel.launch(*entry, launch, a.a.device(), GemmSmallMParams{params, a.b_constant});
+    params.b_constant = a.b_constant;
+    return kernel.launch(*entry, launch, a.a.device(), params);
   }
   params.whole_rows = stores_vectors(a.out, p, 16);
-  params.tma_stores = t.stores != GemmStores::ROWS && params.whole_rows && tiles > multiprocessors;
+  const bool by_tma = t.stores == GemmStores::TMA || t.stores == GemmStores::TMA_HALVES;
+  params.tma_stores = by_tma && params.whole_rows && tiles > multiprocessors;
   if (params.tma_stores)  // else the map costs the host time
     describe_operand(kernel, params.out, p.out, shape.out_bytes, p.n, p.m, one_a(p) ? 1 : p.batch, p.out_row_stride,
                      p.out_batch_stride, 64);
-  params.b_once = shape.rows <= t.rows;
+  params.transposed = turned;
+  params.b_once = !turned && shape.rows <= t.rows;
   // H200, us with groups of 8 and 16 tiles: 8192 x 28672 x 2048 799 and 781, 4096 x 24576 x 1536 257.8 and 255.9.
-  params.group_m = static_cast<int32_t>(group_m * (t.stores == GemmStores::TMA_HALVES ? 2 : 1));
+  params.group_m = static_cast<int32_t>(turned ? 1 : group_m * (t.stores == GemmStores::TMA_HALVES ? 2 : 1));
   launch.shared_bytes = kGemmSharedBytes;
   kernel.launch(*entry, launch, a.a.device(), params);
 }
@@ -335,15 +381,7 @@ int64_t alignment_of(const Tensor& t, bool last_two_swapped) {
 }
 
 GemmRequest request_of(const GemmArgs& a) {
-  constexpr int64_t kLargeM = 129;  // more rows count as this many
-  // Twice the tokens of a tile are two tiles where all CTAs run at the same time: n up to 66 tiles of 64 rows. H200,
-  // 128 tokens, us of wgmma_small_m_sm90 and wgmma_sm90: 4096 x 7168 fp8 17.7 and 21.1, bf16 25.7 and 34.3; 7168 x 2048
-  // 14.1, 13.1.
-  constexpr int64_t kFewColumns = 66 * 64;
-  // Bytes of a row of b with which the epilogue decides, where whole lines are stored faster by the kernel for any
-  // number of tokens. H200, 128 products, us of wgmma_small_m_sm90 and wgmma_sm90: bf16 64 x 512 x 128 18.6 and 13.7,
-  // fp8 14.8 and 11.3; bf16 16 x 512 x 128 14.4 and 13.1, fp8 10.4 and 11.0.
-  constexpr int64_t kShortBytes = 1024;
+  constexpr int64_t kLargeM = 65;  // more rows count as this many
   using Request = GemmRequest;
   Request r{};
   r.a = a.a.dtype(), r.b = a.b.dtype(), r.out = a.out.dtype();
@@ -366,8 +404,7 @@ GemmRequest request_of(const GemmArgs& a) {
     m = gemm_ceil(m, std::max<int64_t>(1, groups));
   }
   r.m = std::min(m, kLargeM);
-  r.k = k * a.b.dtype().bytes() <= kShortBytes ? Request::K::kShort : Request::K::kLong;
-  r.n = n <= kFewColumns && a.b.ndim() == 2 ? Request::N::kFew : Request::N::kMany;
+  r.k = short_k(k, a.b.dtype().bytes()) ? Request::K::kShort : Request::K::kLong;
   return r;
 }
 

@@ -12,23 +12,24 @@ struct GemmChoice {
   const Entry* entry = nullptr;
   Config config{};
   int64_t splits = 1;
+  bool transposed = false;  // of the exchanged operands
 };
 
-// The cheapest of the entries whose config `takes` the problem, or the one that `tactic` counts.
-template <class Config, class Takes>
-GemmChoice<Config> wgmma_tile(const Kernel& kernel, const GemmShape& shape, int64_t multiprocessors, int64_t tactic,
-                              const Takes& takes) {
+// The cheapest of the entries, or the one that `tactic` counts: entries, then the same with exchanged operands.
+// clocks(config, transposed): of the model; negative where the entry does not take the problem.
+template <class Config, class Clocks>
+GemmChoice<Config> cheapest_entry(const Kernel& kernel, int64_t tactic, const Clocks& clocks) {
   GemmChoice<Config> best;
   double least = 0;
   int64_t number = 0;
-  for (const Entry& entry : kernel.entries) {
-    const auto config = Config::of(entry);
-    const bool fits = takes(config);
-    if (fits && tactic == number) return {&entry, config};
-    const double cost = gemm_cost(shape, {config.rows, config.columns, config.k_block_clocks}, multiprocessors);
-    if (fits && (!best.entry || cost < least)) best = {&entry, config}, least = cost;
-    ++number;
-  }
+  for (const bool transposed : {false, true})
+    for (const Entry& entry : kernel.entries) {
+      const GemmChoice<Config> choice{&entry, Config::of(entry), 1, transposed};
+      const double cost = clocks(choice.config, transposed);
+      if (cost >= 0 && tactic == number) return choice;
+      if (cost >= 0 && (!best.entry || cost < least)) best = choice, least = cost;
+      ++number;
+    }
   FI_CHECK(best.entry && tactic < 0, ValueError, "tactic must be -1, or one of this problem below %lld; got %lld",
            static_cast<long long>(number), static_cast<long long>(tactic));
   return best;

@@ -6,6 +6,7 @@
 #include "fi/cuda/warp_roles_sm90.cuh"
 #include "fi/gemm/epilogue_sm90.cuh"
 #include "fi/gemm/epilogue_tma_sm90.cuh"
+#include "fi/gemm/epilogue_transposed_sm90.cuh"
 #include "fi/gemm/mainloop_promote_sm90.cuh"
 #include "fi/gemm/mainloop_sm90.cuh"
 
@@ -13,8 +14,8 @@ namespace fi {
 
 FI_DEVICE const GemmSm90Params& gemm_of(const GemmSm90Params& params) { return params; }
 
-// Tile: GemmTileSm90. Mainloop: Accumulate or Promote. Epilogue: one of StoreRows, StoreTma, StoreTmaHalves,
-// StoreGated.
+// Tile: GemmTileSm90. Mainloop: Accumulate or Promote. Epilogue: one of StoreRows, StoreEither, StoreTma,
+// StoreTmaHalves, StoreGated.
 template <class Tile, class Mainloop, class Epilogue, template <int, int> class Scheduler>
 struct GemmSm90 {
   using Params = typename Epilogue::Params;

@@ -13,6 +13,8 @@ constexpr int64_t kGemmHalvesStep = 512, kGemmHalvesK = 3072;
 // All that a CTA may have: the registers of a tile leave room for no other CTA.
 constexpr int kGemmSharedBytes = 227 * 1024;
 
+constexpr int kGemmSmallMSplits = 8;  // CTAs of a cluster that share a tile of few tokens, at most
+
 // TMA reads a and b as [k or n, row, matrix]. A box is 128 bytes by the rows that one CTA loads of a
 // tile. Tiles of out are stored from boxes of 128 bytes by 64 rows.
 struct GemmSm90Params {
@@ -24,6 +26,8 @@ struct GemmSm90Params {
   int32_t whole_rows;  // rows of out are aligned to 16 bytes
   int32_t tma_stores;  // whole tiles of out go through the map `out`
   int32_t last_row;    // that a tile of a batch may begin with
+  int32_t b_constant;  // few tokens: b was complete before the kernel ahead in the stream began
+  int32_t transposed;  // a is the weights and b the tokens of out, [n, m]
 };
 
 }  // namespace fi

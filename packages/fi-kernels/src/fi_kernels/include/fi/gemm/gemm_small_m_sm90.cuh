@@ -5,7 +5,6 @@
 #include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/cuda/ptx/tma_sm90.cuh"
 #include "fi/cuda/shared_memory.cuh"
-#include "fi/gemm/gemm_small_m.h"
 #include "fi/gemm/small_m_mainloop_sm90.cuh"
 #include "fi/gemm/small_m_output_sm90.cuh"
 
@@ -49,11 +48,11 @@ struct GemmSmallM {
   Output output;
   int first, steps;  // first block of k and number of stages of this CTA
 
-  FI_DEVICE GemmSmallM(const GemmSmallMParams& params, Shared& s)
-      : p(params.gemm),
+  FI_DEVICE GemmSmallM(const GemmSm90Params& params, Shared& s)
+      : p(params),
         b_constant(params.b_constant),
         shared(s),
-        output{params.gemm, s.output, kSplits ? static_cast<int>(cluster_size()) : 1,
+        output{params, s.output, kSplits ? static_cast<int>(cluster_size()) : 1,
                kSplits ? static_cast<int>(cluster_rank()) : 0} {
     first = 0;
     steps = (p.k_blocks + kBlocks - 1) / kBlocks;
@@ -298,9 +297,9 @@ struct GemmSmallM {
 // kBytes: of shared memory that the launch requests.
 template <class A, class B, class Out, int kTokens, int kWarpgroups, int kBlocks, int kStages, int kScaleRows,
           template <int, int> class Tiles, int kBytes>
-FI_DEVICE void gemm_small_m_sm90(const GemmSmallMParams& p) {
+FI_DEVICE void gemm_small_m_sm90(const GemmSm90Params& p) {
   using Kernel = GemmSmallM<A, B, Out, kTokens, kWarpgroups, kBlocks, kStages, kScaleRows, Tiles>;
-  Kernel::prefetch(p.gemm);
+  Kernel::prefetch(p);
   Kernel(p, dynamic_shared<typename Kernel::Shared, 1024, kBytes>()).run();
 }
 

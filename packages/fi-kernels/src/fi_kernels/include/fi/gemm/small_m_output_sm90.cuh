@@ -7,7 +7,6 @@
 #include "fi/cuda/ptx/mbarrier_sm90.cuh"
 #include "fi/cuda/ptx/movmatrix.cuh"
 #include "fi/cuda/warp_roles_sm90.cuh"
-#include "fi/gemm/gemm_small_m.h"
 #include "fi/gemm/work_tiles.cuh"
 
 namespace fi {

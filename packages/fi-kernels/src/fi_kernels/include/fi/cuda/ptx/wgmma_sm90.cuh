@@ -65,9 +65,10 @@ FI_DEVICE uint64_t wgmma_uniform(uint64_t operand) {
   FI_ACCUMULATORS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define FI_ACCUMULATORS_88 FI_ACCUMULATORS_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define FI_ACCUMULATORS_96 FI_ACCUMULATORS_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
-#define FI_ACCUMULATORS_128                                                                                    \
-  FI_ACCUMULATORS_96                                                                                           \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, " \
+#define FI_ACCUMULATORS_104 FI_ACCUMULATORS_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define FI_ACCUMULATORS_128                                        \
+  FI_ACCUMULATORS_104                                              \
+  ", %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, " \
   "%114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define FI_CONSTRAINTS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define FI_CONSTRAINTS_4 FI_CONSTRAINTS(0)
@@ -85,9 +86,10 @@ FI_DEVICE uint64_t wgmma_uniform(uint64_t operand) {
   FI_CONSTRAINTS_64, FI_CONSTRAINTS(64), FI_CONSTRAINTS(68), FI_CONSTRAINTS(72), FI_CONSTRAINTS(76)
 #define FI_CONSTRAINTS_88 FI_CONSTRAINTS_80, FI_CONSTRAINTS(80), FI_CONSTRAINTS(84)
 #define FI_CONSTRAINTS_96 FI_CONSTRAINTS_88, FI_CONSTRAINTS(88), FI_CONSTRAINTS(92)
-#define FI_CONSTRAINTS_128                                                                              \
-  FI_CONSTRAINTS_96, FI_CONSTRAINTS(96), FI_CONSTRAINTS(100), FI_CONSTRAINTS(104), FI_CONSTRAINTS(108), \
-      FI_CONSTRAINTS(112), FI_CONSTRAINTS(116), FI_CONSTRAINTS(120), FI_CONSTRAINTS(124)
+#define FI_CONSTRAINTS_104 FI_CONSTRAINTS_96, FI_CONSTRAINTS(96), FI_CONSTRAINTS(100)
+#define FI_CONSTRAINTS_128                                                                                \
+  FI_CONSTRAINTS_104, FI_CONSTRAINTS(104), FI_CONSTRAINTS(108), FI_CONSTRAINTS(112), FI_CONSTRAINTS(116), \
+      FI_CONSTRAINTS(120), FI_CONSTRAINTS(124)
 
 // wgmma: d = a b, or d += a b if `add`. With a in shared memory, K-major, b there is K-major too, unless kMnMajorB
 // (only 16-bit operands can be MN-major). With a in registers, as four packed pairs of mma.m16n8k16 or four quadruples
@@ -150,6 +152,7 @@ FI_WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
 FI_WGMMA(160, 80, 80, 81, 82, 83, 84, 85, 86)
 FI_WGMMA(176, 88, 88, 89, 90, 91, 92, 93, 94)
 FI_WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
+FI_WGMMA(208, 104, 104, 105, 106, 107, 108, 109, 110)
 FI_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 #undef FI_ACCUMULATORS_4
@@ -165,6 +168,7 @@ FI_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef FI_ACCUMULATORS_80
 #undef FI_ACCUMULATORS_88
 #undef FI_ACCUMULATORS_96
+#undef FI_ACCUMULATORS_104
 #undef FI_ACCUMULATORS_128
 #undef FI_CONSTRAINTS
 #undef FI_CONSTRAINTS_4
@@ -180,6 +184,7 @@ FI_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef FI_CONSTRAINTS_80
 #undef FI_CONSTRAINTS_88
 #undef FI_CONSTRAINTS_96
+#undef FI_CONSTRAINTS_104
 #undef FI_CONSTRAINTS_128
 #undef FI_WGMMA_TEXT
 #undef FI_WGMMA_SHARED_16

@@ -95,6 +95,17 @@ def test_three_ctas_share_a_tile_where_all_clusters_run_at_a_time(gemm: Gemm) ->
     assert launch["cluster"][0] == 3 and launch["grid"][0] == 33 * 3
 
 
+@pytest.mark.parametrize(("n", "k"), [(2560, 8192), (2880, 4096), (2048, 2048)])
+def test_weights_that_enough_ctas_stream_are_not_split(gemm: Gemm, n: int, k: int) -> None:
+    """40 tiles of 64 rows, or 24 with few k: a cluster would cost more than it gains."""
+    launch = one(gemm(12, n, k))
+    assert launch["cluster"][0] == 1 and launch["grid"][0] == n // 64 and launch["name"].endswith("x64")
+
+
+def test_large_weights_take_small_tiles(gemm: Gemm) -> None:
+    assert one(gemm(1, 36864, 7168, tokens=8))["name"] == "gemm_small_m_8x64"
+
+
 def test_two_tiles_of_tokens_are_not_split(gemm: Gemm) -> None:
     launch = one(gemm(128, 2112, 7168, tokens=64))
     assert launch["cluster"][0] == 1 and launch["grid"][0] == 66

@@ -21,6 +21,10 @@ constexpr int64_t kGemmSmallMEvictFirstBytes = 256 << 20;
 constexpr double kGemmSmallMDramBytes = 2500, kGemmSmallMSmBytes = 45, kGemmSmallML2Bytes = 4000,
                  kGemmSmallMLaunchClocks = 3000;
 
+// Of the time to load a tile, what is left behind the last load. H200, 1 x 36864 x 7168, us of tiles of 64 to 256 rows:
+// bf16 134, 143, 146, 152; fp8 74.4, 78.4, 78.6, 84.2.
+constexpr double kGemmSmallMTail = 0.2;
+
 // Only CTAs of two warpgroups at most have room for partial tiles; each CTA has a stage.
 inline bool gemm_small_m_fits(const GemmSmallMShape& s, const GemmSmallMTiling& t) {
   return t.splits == 1 || (t.columns <= 128 && t.splits <= gemm_ceil(s.k_blocks, t.stage_blocks));
@@ -38,20 +42,23 @@ inline double gemm_small_m_cost(const GemmSmallMShape& s, const GemmSmallMTiling
     return std::max({n * weights / kGemmSmallMDramBytes, n * all / kGemmSmallML2Bytes, all / kGemmSmallMSmBytes});
   };
   return static_cast<double>(ctas / in_wave) * wave(in_wave) + (ctas % in_wave ? wave(ctas % in_wave) : 0.0) +
-         0.1 * all / kGemmSmallMSmBytes + kGemmSmallMLaunchClocks;
+         kGemmSmallMTail * all / kGemmSmallMSmBytes + kGemmSmallMLaunchClocks;
 }
 
-// CTAs that share a tile: the fewest with which 60 CTAs stream the weights; the launch of clusters and the exchange of
-// partial tiles take 1 us and more. Three CTAs replace two where 42 clusters suffice, as many as run at a time (32 of
-// four). H200, 2112 x 7168, us of two and three: fp8 64 tokens 18.5 and 16.3, 16 tokens 12.5 and 12.5; bf16 22.2 and
-// 20.1, 16.7 and 16.4. It depends on the weights only, so that a token's result is the same in any batch; products of
+// CTAs that share a tile: the fewest with which 40 CTAs stream the weights; the launch of clusters and the exchange of
+// partial tiles take 1 us and more. Three CTAs replace two. Tiles with few k are not split. H200, us of one, two and
+// three CTAs: bf16 16 x 2880 x 4096 (45 tiles) 13.1, 14.1, -; 12 x 2560 x 8192 (40) 18.5, 19.0, 21.5; 32 x 2112 x 7168
+// (33) 18.1, 16.4, 16.2; 5 x 2048 x 2048 (32) 9.2, 9.9, 9.8; fp8 2 x 2560 x 8192 12.8, 13.4, 15.8; 16 x 1792 x 5120
+// (28) 10.1, -, 10.1. It depends on the weights only, so that a token's result is the same in any batch; products of
 // more tokens than a tile has are another matter, as are those of the other kernels.
 inline int64_t gemm_small_m_splits(const GemmSmallMShape& s, int64_t m_tiles) {
+  constexpr int64_t kStreams = 40, kShortTiles = 24, kShortBlocks = 40;
   int64_t splits = 1;
   const int64_t tiles = s.batch * gemm_ceil(s.n, 64);
-  if (m_tiles > 1 && m_tiles * tiles >= 60) return splits;
-  while (splits < 8 && tiles * splits < 60 && gemm_small_m_fits(s, {8, 64, 2, splits * 2})) splits *= 2;
-  return splits == 2 && tiles <= 42 && gemm_small_m_fits(s, {8, 64, 2, 3}) ? 3 : splits;
+  if (m_tiles > 1 && m_tiles * tiles >= kStreams) return splits;
+  if (tiles >= kShortTiles && s.k_blocks <= kShortBlocks) return splits;
+  while (splits < 8 && tiles * splits < kStreams && gemm_small_m_fits(s, {8, 64, 2, splits * 2})) splits *= 2;
+  return splits == 2 && gemm_small_m_fits(s, {8, 64, 2, 3}) ? 3 : splits;
 }
 
 }  // namespace fi

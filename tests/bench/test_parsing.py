@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import shlex
 from pathlib import Path
 
 import pytest
 
-from fi_bench import catalog, parsing, presets, sweep
+from fi_bench import catalog, parsing, presets, schedule, sweep
 from fi_bench.cases.common import requests
 from fi_bench.errors import UsageError
 from fi_bench.runner import repro_command
@@ -291,6 +292,27 @@ def test_measured_cases_have_their_shapes() -> None:
     latent = cases["R2"]
     assert (latent.head_dim_qk, latent.head_dim_vo, latent.num_kv_heads) == (192, 128, 128)
     assert latent.routine == "BatchPrefillWithRaggedKVCacheWrapper"
+
+
+def test_products_are_drawn_from_projections_of_models() -> None:
+    """The seed decides; rows are as often between 2 and 4 as between 2048 and 4096."""
+    lines = parsing.read_lines(["--preset", "gemm-grid", "--draw", "300"])
+    shapes = {(p.n, p.k) for line in lines for p in line.points}
+    assert {(576, 5120), (5120, 1024), (5120, 288), (1792, 5120), (25600, 6144), (4096, 1280)} <= shapes
+    assert {(6144, 4096), (8192, 28672), (1280, 8192)} <= shapes, "of llama3, whole and on eight ranks"
+
+    def drawn(seed: int) -> list[tuple[str, int, int, int]]:
+        args = argparse.Namespace(draw=300, random_seed=seed)
+        points = [p for line in schedule.drawn_lines(lines, args) for p in line.points]
+        return [(p.routine, p.m, p.n, p.k) for p in points]
+
+    first = drawn(7)
+    assert len(first) == 300 and first == drawn(7) and first != drawn(8)
+    assert {routine for routine, *_ in first} == {
+        "mm_bf16", "mm_fp8", "gemm_fp8_nt_groupwise", "group_gemm_fp8_nt_groupwise"
+    }  # fmt: skip
+    dense = [m for routine, m, *_ in first if not routine.startswith("group_")]
+    assert 0.1 < sum(512 <= m < 2048 for m in dense) / len(dense) < 0.3
 
 
 def test_the_decode_grid_keeps_to_its_bytes() -> None:

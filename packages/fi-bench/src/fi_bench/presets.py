@@ -154,6 +154,21 @@ def elementwise() -> Iterator[str]:
     yield "--routine merge_state --backends auto --batch_size 16384"
 
 
+def gemm_grid() -> Iterator[str]:
+    """Projections of models by numbers of rows from 1 to 8192, sixteen in each octave; groups of up to 512 rows."""
+    rows = sorted({round(2 ** (i / 16)) for i in range(13 * 16 + 1)})
+    all_rows, rows_of_group = (",".join(str(m) for m in rows if m <= most) for most in (8192, 512))
+    for n, k in shapes.projections():
+        product = f"--backends auto --n {n} --k {k}"
+        yield f"--routine mm_bf16 {product} --m {all_rows}"
+        if n % 16 == 0 and k % 16 == 0:
+            yield f"--routine mm_fp8 {product} --m {all_rows}"
+        if n % 128 == 0 and k % 128 == 0:
+            yield f"--routine gemm_fp8_nt_groupwise {product} --m {all_rows}"
+            if n * k <= 1 << 24:
+                yield f"--routine group_gemm_fp8_nt_groupwise {product} --m {rows_of_group} --group_size 4,16,64"
+
+
 def trees() -> Iterator[str]:
     """What must not become slower: attention, sampling and elementwise kernels."""
     yield from decode()
@@ -182,6 +197,7 @@ PRESETS = {
     "decode-grid-large": Preset("batch decode: all shapes whose caches take 8 to 60 GB", _decode_grid(8, 60)),
     "prefill": Preset("batch prefill, P1-P5 paged, R1 and R2 ragged", prefill),
     "prefill-more": Preset("batch prefill: many short requests, head dim 256, fp8", prefill_more),
+    "gemm-grid": Preset("products of models' projections by 1 to 8192 rows; use with --draw", gemm_grid),
     "sampling": Preset("sampling, softmax and renormalisation", sampling),
     "topk": Preset("top-k of 1 to 256 rows", topk),
     "elementwise": Preset("norm, activation, rope, page append, merge of attention states", elementwise),

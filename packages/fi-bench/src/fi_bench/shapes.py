@@ -37,6 +37,26 @@ _TP = (1, 2, 4, 8)
 _PAGE_SIZE = 16
 
 
+# (n, k) of projections that no Model above gives: latent attention and its output, and shards of linear attention, of
+# shared experts and of models with a hidden size of 5120 and 6144 on eight ranks.
+_PROJECTIONS = (
+    (2112, 7168), (24576, 1536), (3072, 1536), (7168, 16384), (7168, 2048), (36864, 7168), (7168, 18432), (4608, 7168),
+    (7168, 2304), (576, 5120), (5120, 1024), (5120, 288), (1792, 5120), (25600, 6144), (4096, 1280),
+)  # fmt: skip
+
+
+def projections() -> list[tuple[int, int]]:
+    """(n, k) of the matrix products of the models on 1 to 8 ranks: q, k and v together, output, gate with up, down."""
+    found = dict.fromkeys(_PROJECTIONS)
+    for model in MODELS.values():
+        for tp in _TP if model.kv_heads else ():
+            m = _shard(model, tp)
+            heads = m.heads * m.head_dim
+            qkv = heads + 2 * m.kv_heads * m.head_dim, m.hidden
+            found |= dict.fromkeys((qkv, (m.hidden, heads), (2 * m.intermediate, m.hidden), (m.hidden, m.intermediate)))
+    return list(found)
+
+
 def names() -> list[str]:
     """Every preset: MODEL[-tpN]-PHASE."""
     return [f"{model}{'' if tp == 1 else f'-tp{tp}'}-{phase}" for model in MODELS for tp in _TP for phase in PHASES]

@@ -93,9 +93,9 @@ def split_decodes_and_prefills(
     have none (padding of a graph) is decode as a whole.
     """
     step, starts = common_attn_metadata, common_attn_metadata.query_start_loc_cpu
-    lengths = starts.diff()
     if step.max_query_len <= decode_threshold and (not require_uniform or decode_threshold <= 1):
         return step.num_reqs, 0, step.num_actual_tokens, 0
+    lengths = starts.diff()
     if lengths[0] > decode_threshold:
         return 0, step.num_reqs, 0, step.num_actual_tokens
     later = lengths != lengths[0] if require_uniform else lengths > decode_threshold

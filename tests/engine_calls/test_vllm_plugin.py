@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_calls import fake_vllm
 from engine_calls.fake_vllm import FP8, PLUGIN, SEAMS, recorded
@@ -243,6 +244,23 @@ def test_building_does_not_wait_for_the_device(plugin: Any, monkeypatch: pytest.
 
         monkeypatch.setattr(torch.Tensor, name, checked)
     assert builder.build(0, b.step).num_decodes == 3
+
+
+def test_a_step_of_decode_launches_the_plan_alone(plugin: Any, device: str) -> None:
+    """Of each window, and no operation of torch, which would cost the host as much again."""
+    ran: list[str] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    b = batch(MIXED[:3], device)
+    builder, _ = engine(plugin, device, windows=[None, 20])
+    builder.build(0, b.step)
+    with Recorder():
+        builder.build(0, b.step)
+    assert ran == ["fi_core.decode_plan.default"] * 2
 
 
 @pytest.mark.parametrize("target", ["80", "90a"])

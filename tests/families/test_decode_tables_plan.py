@@ -56,6 +56,24 @@ def test_the_next_step_is_planned_from_lengths_that_change_in_place(device: str)
         )
 
 
+def test_steps_of_several_batches_take_turns(device: str) -> None:
+    """A step that comes again is planned as before; tensors of the same memory in another form are another step."""
+    p = paged(LENGTHS, heads=(6, 2), device=device)
+    given = arguments(p)
+    first = {name: given[name][:3] for name in ("query", "block_tables", "seq_lens")}
+    wide = given | {"seq_lens": given["seq_lens"].long()}
+    step = BlockTablesPlan(given["workspace_buffer"])
+    for call in 2 * [given, given | first, wide, given | {"window_left": 40}]:
+        step.plan(**plan_arguments(p, call, window_left=call.get("window_left", -1)))
+        assert torch.equal(
+            trtllm_batch_decode_with_kv_cache(**call, plan=step), trtllm_batch_decode_with_kv_cache(**call)
+        )
+    with pytest.raises(ValueError, match="seq_lens: a length for each"):
+        step.plan(**plan_arguments(p, given) | {"seq_lens": given["seq_lens"][:1]})
+    with pytest.raises(RuntimeError, match="plan: the last plan failed: call plan again"):
+        trtllm_batch_decode_with_kv_cache(**given, plan=step)
+
+
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [

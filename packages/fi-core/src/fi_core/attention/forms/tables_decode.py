@@ -91,7 +91,7 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
     )
     if c.plan is None:
         buffers = buffers_in(c.workspace, step)
-        step.write(buffers, seq_lens)
+        step.write(buffers, seq_lens)()
     else:
         buffers = c.plan.buffers(step)
     ops.batch_decode(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.attention.contract import check_workspace, kv_type, page_tables, viewed
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_CARVED = 64  # buffers that are kept per workspace; an engine may call with many batch sizes
+# Steps that a plan keeps; an engine has one for each number of requests. Host time of a step that comes again, us:
+# 3.7, made anew 11.8.
+_MAX_STEPS = 256
 
 
 class Step(NamedTuple):
@@ -40,11 +45,12 @@ class Step(NamedTuple):
     def q_tiles(self) -> int:
         return ops.num_q_tiles(self.num_qo_heads, self.num_kv_heads, self.q_len, self.heads_per_tile)
 
-    def write(self, buffers: ops.Buffers, seq_lens: torch.Tensor) -> None:
-        """Launches the kernel that writes the schedule."""
-        ops.plan(
-            buffers, None, None, seq_lens, self.page_size, self.q_tiles, pages_per_request=self.pages_per_request,
-            q_len=self.q_len, window_left=self.window_left,
+    def write(self, buffers: ops.Buffers, seq_lens: torch.Tensor) -> Callable[[], Any]:
+        """The launch of the kernel that writes the schedule."""
+        return functools.partial(
+            ops.decode_plan, buffers.schedule, None, None, seq_lens, self.page_size, self.q_tiles, buffers.num_ctas,
+            buffers.num_ranges, buffers.split_kv, pages_per_request=self.pages_per_request, q_len=self.q_len,
+            window_left=self.window_left,
         )  # fmt: skip
 
 
@@ -103,6 +109,12 @@ def buffers_in(workspace: torch.Tensor, step: Step) -> ops.Buffers:
     return buffers
 
 
+class _Planned(NamedTuple):
+    step: Step
+    buffers: ops.Buffers
+    write: Callable[[], Any]  # launches the kernel that writes the schedule
+
+
 @fi_api
 class BlockTablesPlan:
     """The schedule of `trtllm_batch_decode_with_kv_cache` for all layers of a step (not in FlashInfer).
@@ -115,7 +127,8 @@ class BlockTablesPlan:
     The schedule is made from the lengths that seq_lens has when `plan` runs on the device. `plan` has to run again in
     each step, also where tables or lengths change in place; a call with others than those of the plan is refused.
     Nothing is read on the host, so that both can be captured in a CUDA graph, together or apart: a captured call finds
-    the schedule where the plan before the replay has written it.
+    the schedule where the plan before the replay has written it. A step whose arguments come again, in the same memory,
+    costs little more than its launch; for that the plan holds seq_lens of up to 256 steps.
 
     Args:
         workspace_buffer: as of the function. Several plans may share it, if their calls do not overlap.
@@ -124,9 +137,9 @@ class BlockTablesPlan:
     def __init__(self, workspace_buffer: torch.Tensor) -> None:
         check_workspace(workspace_buffer, "workspace_buffer")
         self._workspace, self._buffers = workspace_buffer, dict[Any, ops.Buffers]()
-        self._step: Step | None = None
+        self._steps: dict[Any, _Planned] = {}  # by the arguments of plan, since most steps repeat those of another
+        self._now: _Planned | None = None
         self._began = False  # whether plan was called, which may have failed
-        self._now: ops.Buffers | None = None
 
     @fi_api
     def plan(
@@ -156,7 +169,39 @@ class BlockTablesPlan:
             ValueError: a shape, or a workspace that is too small.
             UnsupportedError: no kernel supports the layers.
         """
-        self._step, self._began = None, True
+        self._now, self._began = None, True
+        layers = (
+            num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type, kv_data_type, o_data_type, q_len_per_req,
+            window_left, disable_split_kv,
+        )  # fmt: skip
+        key = (
+            block_tables.data_ptr(), block_tables.shape, block_tables.stride(), seq_lens.data_ptr(), seq_lens.shape,
+            seq_lens.stride(), seq_lens.dtype, layers,
+        )  # fmt: skip
+        made = self._steps.get(key)
+        if made is None:
+            if len(self._steps) == _MAX_STEPS:
+                self._steps.clear()
+            made = self._steps[key] = self._made(block_tables, seq_lens, *layers)
+        made.write()
+        self._now = made
+
+    def _made(
+        self,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype | None,
+        o_data_type: torch.dtype | None,
+        q_len: int,
+        window_left: int,
+        disable_split_kv: bool,
+    ) -> _Planned:
+        """A step of these arguments of `plan`. Its launch holds seq_lens, whose address no other tensor then has."""
         pages, pitch, _ = page_tables(block_tables, True)
         lengths = viewed("seq_lens", seq_lens, -1)
         if len(lengths) != block_tables.shape[0]:
@@ -171,26 +216,26 @@ class BlockTablesPlan:
             num_qo_heads // num_kv_heads, page_size, split_tables=False,
         )  # fmt: skip
         heads = num_qo_heads, num_kv_heads
-        step = step_of(facts, pages, pitch, lengths, heads, q_len_per_req, window_left, disable_split_kv)
-        key = step._replace(block_tables=0, seq_lens=0, pages_per_request=0)
-        if key not in self._buffers:  # the schedule of a shape keeps its address, for graphs
+        step = step_of(facts, pages, pitch, lengths, heads, q_len, window_left, disable_split_kv)
+        shape = step._replace(block_tables=0, seq_lens=0, pages_per_request=0)
+        if shape not in self._buffers:  # the schedule of a shape keeps its address, for graphs
             shared = buffers_in(self._workspace, step)
-            self._buffers[key] = shared._replace(schedule=shared.schedule.new_empty(shared.schedule.shape))
-        buffers = self._buffers[key]
-        step.write(buffers, lengths)
-        self._step, self._now = step, buffers
+            self._buffers[shape] = shared._replace(schedule=shared.schedule.new_empty(shared.schedule.shape))
+        buffers = self._buffers[shape]
+        return _Planned(step, buffers, step.write(buffers, lengths))
 
     def buffers(self, step: Step) -> ops.Buffers:
         """The buffers with the schedule of a step. Raises RuntimeError without a plan, ValueError with another one."""
-        if self._step is None or self._now is None:
+        now = self._now
+        if now is None:
             raise RuntimeError(
                 "plan: " + ("the last plan failed: call plan again" if self._began else "call plan of it first")
             )
-        if step != self._step:
+        if step != now.step:
             wrong = [
                 f"{name}: {wanted!r} was planned, got {got!r}"
-                for name, wanted, got in zip(Step._fields, self._step, step)
+                for name, wanted, got in zip(Step._fields, now.step, step)
                 if wanted != got
             ]
             raise ValueError(f"plan: what it was made for is required; {'; '.join(wrong)}")
-        return self._now
+        return now.buffers

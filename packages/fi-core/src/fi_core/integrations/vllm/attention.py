@@ -96,9 +96,9 @@ class Metadata:
     q_len: int
     max_query_len: int
     max_seq_len: int
-    block_tables: torch.Tensor
-    seq_lens: torch.Tensor
-    qo_indptr: torch.Tensor  # of prefill requests, if there are any
+    decode: tuple[torch.Tensor, torch.Tensor]  # block tables and lengths of its requests
+    prefill: tuple[torch.Tensor, torch.Tensor]
+    qo_indptr: torch.Tensor  # of prefill requests, in the tokens of the step
     workspace: torch.Tensor
     plans: dict[int, BlockTablesPlan]  # by window_left
 
@@ -156,20 +156,20 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         if decodes and decode_tokens % decodes:  # rows of padding between requests of several tokens
             decodes = decode_tokens = 0
         q_len = decode_tokens // decodes if decodes else 1
-        starts = step.query_start_loc
-        if decodes and prefills:  # a launch that steps of decode do without
-            starts = starts[decodes:] - starts[decodes]
-        metadata = Metadata(
-            step.num_actual_tokens, decodes, decode_tokens, q_len, step.max_query_len, step.max_seq_len,
-            step.block_table_tensor, step.seq_lens, starts, self.workspace, self.plans,
-        )  # fmt: skip
+        tables, lengths, starts = step.block_table_tensor, step.seq_lens, step.query_start_loc
+        decode = prefill = tables, lengths
+        if decodes and prefills:
+            decode, prefill = zip(tables.tensor_split((decodes,)), lengths.tensor_split((decodes,)))
+            starts = starts[decodes:]
         if decodes:
             for window_left, plan in self.plans.items():
                 plan.plan(
-                    metadata.block_tables[:decodes], metadata.seq_lens[:decodes], *self.heads, self.q_dtype,
-                    self.kv_dtype, q_len_per_req=q_len, window_left=window_left,
-                )  # fmt: skip
-        return metadata
+                    *decode, *self.heads, self.q_dtype, self.kv_dtype, q_len_per_req=q_len, window_left=window_left
+                )
+        return Metadata(
+            step.num_actual_tokens, decodes, decode_tokens, q_len, step.max_query_len, step.max_seq_len, decode,
+            prefill, starts, self.workspace, self.plans,
+        )  # fmt: skip
 
 
 class Impl(AttentionImpl):  # type: ignore[misc]
@@ -230,24 +230,22 @@ class Impl(AttentionImpl):  # type: ignore[misc]
         if attn_metadata is None:  # vLLM measures the memory of a step
             return output.fill_(0)
         step, (k, v) = attn_metadata, self._pages(kv_cache)
-        requests, rows = step.num_decodes, step.num_decode_tokens
-        scales = self.scale, 1.0
+        rows, scales = step.num_decode_tokens, (self.scale, 1.0)
         if self.kv_cache_dtype in _FP8:
             dtype = _fp8(self.kv_cache_dtype)  # vLLM keeps bytes
             k, v, scales = k.view(dtype), v.view(dtype), (self.scale * layer._k_scale_float, layer._v_scale_float)
-        if requests:
+        if rows:
             trtllm_batch_decode_with_kv_cache(
-                query[:rows], (k, v), step.workspace, step.block_tables[:requests], step.seq_lens[:requests],
-                step.max_seq_len, *scales, window_left=self.window_left, out=output[:rows], sinks=self.sinks,
-                q_len_per_req=step.q_len, plan=step.plans[self.window_left], logits_soft_cap=self.logits_soft_cap,
+                query[:rows], (k, v), step.workspace, *step.decode, step.max_seq_len, *scales,
+                window_left=self.window_left, out=output[:rows], sinks=self.sinks, q_len_per_req=step.q_len,
+                plan=step.plans[self.window_left], logits_soft_cap=self.logits_soft_cap,
             )  # fmt: skip
         if rows < step.num_actual_tokens:
-            tokens, lengths = slice(rows, step.num_actual_tokens), step.seq_lens[requests:]
+            tables, lengths = step.prefill
             trtllm_batch_context_with_kv_cache(
-                query[tokens], (k, v), step.workspace, step.block_tables[requests:], lengths, step.max_query_len,
-                step.max_seq_len, *scales, batch_size=len(lengths), cum_seq_lens_q=step.qo_indptr,
-                cum_seq_lens_kv=step.qo_indptr, window_left=self.window_left, out=output[tokens], sinks=self.sinks,
-                logits_soft_cap=self.logits_soft_cap,
+                query, (k, v), step.workspace, tables, lengths, step.max_query_len, step.max_seq_len, *scales,
+                batch_size=lengths.shape[0], cum_seq_lens_q=step.qo_indptr, cum_seq_lens_kv=step.qo_indptr,
+                window_left=self.window_left, out=output, sinks=self.sinks, logits_soft_cap=self.logits_soft_cap,
             )  # fmt: skip
         return output
 

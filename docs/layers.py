@@ -1,4 +1,4 @@
-"""Tables of experts, linear attention, communication and host time; see `results.TABLES`."""
+"""Tables of experts, linear attention, communication, host time and engines; see `results.TABLES`."""
 
 from __future__ import annotations
 
@@ -126,3 +126,16 @@ def launch_layer_table() -> str:
         before, now = min(row["before_us"]), min(row["us"])
         lines.append((row["call"], row["time"], number(before), number(now), f"{now / before:.2f}"))
     return table(("call", "time", "before us", "us", "ratio"), lines)
+
+
+def engines_table() -> str:
+    """vLLM with each attention: tokens/s of 64 requests, and the median time from one decode step to the next."""
+    lines: dict[str, dict[object, str]] = {}
+    for row in rows("vllm"):
+        if "engine" in row:
+            name = row["engine"].replace("FI_VLLM_LAYERS=1", "`FI_VLLM_LAYERS=1`")
+            cells = lines.setdefault(name, {})
+            cells[row["batch"]], cells["graph"] = f"{row['step_ms']:.2f}", f"{row['graph_ms']:.2f}"
+            cells["tokens"] = f"{row.get('tok_s', 0):,}"
+    head = ("attention", "tokens/s", "step ms, batch 1", "batch 16", "batch 64", "its CUDA graph ms")
+    return table(head, [(name, *(x[key] for key in ("tokens", 1, 16, 64, "graph"))) for name, x in lines.items()])

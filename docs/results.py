@@ -1,4 +1,4 @@
-"""Makes the tables of the README and of docs/performance from benchmarks/results/*.jsonl; needs no package."""
+"""Makes the tables of the README and of docs from benchmarks/results/*.jsonl; needs no package."""
 
 from __future__ import annotations
 
@@ -288,6 +288,7 @@ TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its
     "linear-attention-channels": layers.channels_table,
     "host-time": layers.host_time_table,
     "launch-layer": layers.launch_layer_table,
+    "vllm": layers.engines_table,
     "gemm-ceilings": ceilings.gemm_table,
     "moe-ceilings": ceilings.moe_table,
     "mla-ceilings": ceilings.mla_table,

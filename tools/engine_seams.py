@@ -33,9 +33,7 @@ SEAMS = {
         ),
         "vllm/v1/attention/backends/flashinfer.py": ("FlashInferImpl.__init__", "FlashInferImpl.do_kv_cache_update"),
         "vllm/v1/attention/backends/registry.py": ("AttentionBackendEnum.is_overridden", "register_backend"),
-        "vllm/v1/attention/backends/utils.py": (
-            "PerLayerParameters", "get_per_layer_parameters", "split_decodes_and_prefills",
-        ),
+        "vllm/v1/attention/backends/utils.py": ("PerLayerParameters", "get_per_layer_parameters"),
         "vllm/v1/kv_cache_layout.py": ("KVCacheLayout",),
         "vllm/_custom_ops.py": ("reshape_and_cache_flash",),
         "vllm/ir/op.py": ("IrOp.register_impl",),

@@ -81,32 +81,6 @@ def get_per_layer_parameters(vllm_config: Any, layer_names: list[str], cls_: typ
     }
 
 
-def split_decodes_and_prefills(
-    common_attn_metadata: Any,
-    decode_threshold: int = 1,
-    require_uniform: bool = False,
-    treat_short_extends_as_decodes: bool = True,
-) -> tuple[int, int, int, int]:
-    """(decodes, prefills, decode tokens, prefill tokens) of a batch in which short queries come first.
-
-    With require_uniform all decode requests have the query length of the first one, and a batch in which the others
-    have none (padding of a graph) is decode as a whole.
-    """
-    step, starts = common_attn_metadata, common_attn_metadata.query_start_loc_cpu
-    if step.max_query_len <= decode_threshold and (not require_uniform or decode_threshold <= 1):
-        return step.num_reqs, 0, step.num_actual_tokens, 0
-    lengths = starts.diff()
-    if lengths[0] > decode_threshold:
-        return 0, step.num_reqs, 0, step.num_actual_tokens
-    later = lengths != lengths[0] if require_uniform else lengths > decode_threshold
-    padded = require_uniform and bool((~later | (lengths == 0)).all())
-    if padded or not later.any():
-        return step.num_reqs, 0, step.num_actual_tokens, 0
-    decodes = int(later.int().argmax())
-    tokens = int(starts[decodes])
-    return decodes, step.num_reqs - decodes, tokens, step.num_actual_tokens - tokens
-
-
 def reshape_and_cache_flash(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -265,11 +239,10 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     "vllm.v1.attention.backends.utils": {
         "get_per_layer_parameters": get_per_layer_parameters,
-        "split_decodes_and_prefills": split_decodes_and_prefills,
     },
 }  # fmt: skip
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    get_per_layer_parameters, register_backend, reshape_and_cache_flash, split_decodes_and_prefills,
+    get_per_layer_parameters, register_backend, reshape_and_cache_flash,
     *filter(inspect.isfunction, vars(AttentionMetadataBuilder).values()), IrOp.register_impl,
     vars(CustomOp)["register_oot"].__func__, SiluAndMul.__init__, SiluAndMul.forward_cuda, RotaryEmbedding.forward_cuda,
 )  # fmt: skip

@@ -230,6 +230,16 @@ def test_short_queries_of_several_lengths(plugin: Any, version: str, device: str
     assert_close(attend(impl, builder, b, cache_of(plugin, version, device, "auto", DIM)), expected(b))
 
 
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_rows_of_padding_behind_requests(plugin: Any, version: str, q_len: int, device: str) -> None:
+    """Twice the rows of the requests are no longer queries of each."""
+    b = batch([(70, q_len), (33, q_len)], device)
+    builder, (impl,) = engine(plugin, device, drafts=q_len - 1)
+    b.step.num_actual_tokens, rows = 4 * q_len, b.queries[0].new_zeros(2 * q_len, HEADS[0], DIM)
+    want, b.queries = expected(b), [*b.queries, rows]
+    assert_close(attend(impl, builder, b, cache_of(plugin, version, device, "auto", DIM))[: 2 * q_len], want)
+
+
 def test_building_does_not_wait_for_the_device(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     b = batch(MIXED, "cpu")
     builder, _ = engine(plugin, "cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm._custom_ops import reshape_and_cache_flash
@@ -13,7 +14,7 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     MultipleOf,
 )
-from vllm.v1.attention.backends.utils import get_per_layer_parameters, split_decodes_and_prefills
+from vllm.v1.attention.backends.utils import get_per_layer_parameters
 
 from fi_core.decode import BlockTablesPlan, trtllm_batch_decode_with_kv_cache
 from fi_core.prefill import trtllm_batch_context_with_kv_cache
@@ -90,9 +91,8 @@ class Backend(AttentionBackend):  # type: ignore[misc]
 class Metadata:
     """One step: decode requests first, each of q_len query tokens, then those of prefill. All tensors on the device."""
 
-    num_actual_tokens: int
     num_decodes: int
-    num_decode_tokens: int
+    num_prefills: int
     q_len: int
     max_query_len: int
     max_seq_len: int
@@ -150,12 +150,8 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         step = common_attn_metadata
         if step.causal is not True:
             raise NotImplementedError("causal: True is required; select another attention backend for this model")
-        decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(
-            step, decode_threshold=self.reorder_batch_threshold, require_uniform=True
-        )
-        if decodes and decode_tokens % decodes:  # rows of padding between requests of several tokens
-            decodes = decode_tokens = 0
-        q_len = decode_tokens // decodes if decodes else 1
+        decodes, q_len = _decodes(step, self.reorder_batch_threshold)
+        prefills = step.num_reqs - decodes
         tables, lengths, starts = step.block_table_tensor, step.seq_lens, step.query_start_loc
         decode = prefill = tables, lengths
         if decodes and prefills:
@@ -167,8 +163,8 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
                     *decode, *self.heads, self.q_dtype, self.kv_dtype, q_len_per_req=q_len, window_left=window_left
                 )
         return Metadata(
-            step.num_actual_tokens, decodes, decode_tokens, q_len, step.max_query_len, step.max_seq_len, decode,
-            prefill, starts, self.workspace, self.plans,
+            decodes, prefills, q_len, step.max_query_len, step.max_seq_len, decode, prefill, starts, self.workspace,
+            self.plans,
         )  # fmt: skip
 
 
@@ -230,17 +226,18 @@ class Impl(AttentionImpl):  # type: ignore[misc]
         if attn_metadata is None:  # vLLM measures the memory of a step
             return output.fill_(0)
         step, (k, v) = attn_metadata, self._pages(kv_cache)
-        rows, scales = step.num_decode_tokens, (self.scale, 1.0)
+        scales = self.scale, 1.0
         if self.kv_cache_dtype in _FP8:
             dtype = _fp8(self.kv_cache_dtype)  # vLLM keeps bytes
             k, v, scales = k.view(dtype), v.view(dtype), (self.scale * layer._k_scale_float, layer._v_scale_float)
-        if rows:
+        if step.num_decodes:
+            rows = step.num_decodes * step.q_len
             trtllm_batch_decode_with_kv_cache(
                 query[:rows], (k, v), step.workspace, *step.decode, step.max_seq_len, *scales,
                 window_left=self.window_left, out=output[:rows], sinks=self.sinks, q_len_per_req=step.q_len,
                 plan=step.plans[self.window_left], logits_soft_cap=self.logits_soft_cap,
             )  # fmt: skip
-        if rows < step.num_actual_tokens:
+        if step.num_prefills:
             tables, lengths = step.prefill
             trtllm_batch_context_with_kv_cache(
                 query, (k, v), step.workspace, tables, lengths, step.max_query_len, step.max_seq_len, *scales,
@@ -253,6 +250,21 @@ class Impl(AttentionImpl):  # type: ignore[misc]
         """Keys and values, each `[blocks, heads, tokens, head_dim]`."""
         k, v = kv_cache.permute(_HND).unbind(1) if kv_cache.ndim == 5 else kv_cache.split(self.head_size, dim=-1)
         return k, v
+
+
+def _decodes(step: Any, most: int) -> tuple[int, int]:
+    """How many requests are decode, and the query tokens of each: those before the first of another length than the
+    first request, which has up to `most`. Requests without tokens that pad a graph of one length are decode too.
+    """
+    if step.max_query_len == 1 and step.num_actual_tokens == step.num_reqs:
+        return step.num_reqs, 1
+    lengths = [end - begin for begin, end in pairwise(step.query_start_loc_cpu.tolist())]
+    q_len = lengths[0]
+    if not 0 < q_len <= most:
+        return 0, 1
+    if step.num_actual_tokens == step.num_reqs * q_len and {0, q_len}.issuperset(lengths):
+        return step.num_reqs, q_len
+    return next((i for i, length in enumerate(lengths) if length != q_len), step.num_reqs), q_len
 
 
 def _fp8(name: str) -> torch.dtype:

@@ -161,7 +161,7 @@ def test_every_backend_is_right_or_skips_with_a_reason(
         assert row["env"]["gpu_uuid"]
     else:
         print(row["reason"])
-        assert backend != "torch"
+        assert backend != "torch" or found.family.endswith("_comm")  # which need two GPUs
 
 
 def test_a_wrong_result_is_found_and_not_timed(

@@ -24,7 +24,7 @@ BF16 = torch.bfloat16
 def test_the_backend_of_keys_in_parts() -> None:
     k, nope, rope = (torch.ones(2, 3, n, dtype=BF16) for n in (5, 4, 1))
     fi_core.concat_mla_k(k, nope, rope[:, :1], backend="default")
-    with pytest.raises(ValueError, match='backend: "default" is required'):
+    with pytest.raises(ValueError, match='backend: "default" or "cake" is required'):
         fi_core.concat_mla_k(k, nope, rope[:, :1], backend="triton")
 
 

@@ -82,6 +82,12 @@ def calls() -> Iterator[tuple[str, Callable[..., Any], Callable[[], Arguments]]]
     yield "merge heads", comm.merge_ulysses_output_head_chunk, lambda: {
         "received": _bf16(1, 5, 2, 8), "world_size": 2, "local_heads": 2, "head_offset": 1, "out": _bf16(1, 5, 4, 8),
     }  # fmt: skip
+    yield "experts in one call", fused_moe.mono_moe, lambda: {
+        "activations_in": _bf16(3, 256), "router_logits": _bf16(3, 4),
+        "expert_weights_up": torch.zeros(4, 256, 256).to(torch.float8_e4m3fn), "expert_scales_up": torch.ones(4, 2, 2),
+        "expert_weights_down": torch.zeros(4, 256, 128).to(torch.float8_e4m3fn),
+        "expert_scales_down": torch.ones(4, 2, 1), "top_k": 2,
+    }  # fmt: skip
     yield "hash topk", fused_moe.hash_topk, lambda: {
         "router_logits": rand(5, 8, dtype=F32, device="cpu"), "input_ids": torch.tensor([3, 0, 9, 3, 7]),
         "tid2eid": (torch.arange(30, dtype=torch.int32) % 8).view(10, 3), "num_fused_shared_experts": 1,

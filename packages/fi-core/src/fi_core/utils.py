@@ -165,37 +165,37 @@ def _has(device: torch.device, major: int, cuda: str, minor: int | None = None) 
 
 
 def is_sm90a_supported(device: torch.device) -> bool:
-    """Returns whether the device is sm_90 and torch\'s CUDA toolkit is 12.3 or later; False without a GPU."""
+    """Returns whether the device is sm_90 and torch's CUDA toolkit is 12.3 or later; False without a GPU."""
     return _has(device, 9, "12.3")
 
 
 def is_sm100a_supported(device: torch.device) -> bool:
-    """Returns whether the device is sm_10x and torch\'s CUDA toolkit is 12.8 or later; False without a GPU."""
+    """Returns whether the device is sm_10x and torch's CUDA toolkit is 12.8 or later; False without a GPU."""
     return _has(device, 10, "12.8")
 
 
 def is_sm100f_supported(device: torch.device) -> bool:
-    """Returns whether the device is sm_10x and torch\'s CUDA toolkit is 12.9 or later; False without a GPU."""
+    """Returns whether the device is sm_10x and torch's CUDA toolkit is 12.9 or later; False without a GPU."""
     return _has(device, 10, "12.9")
 
 
 def is_sm110a_supported(device: torch.device) -> bool:
-    """Returns whether the device is sm_11x and torch\'s CUDA toolkit is 13.0 or later; False without a GPU."""
+    """Returns whether the device is sm_11x and torch's CUDA toolkit is 13.0 or later; False without a GPU."""
     return _has(device, 11, "13.0")
 
 
 def is_sm120a_supported(device: torch.device) -> bool:
-    """Returns whether the device is sm_120 and torch\'s CUDA toolkit is 12.8 or later; False without a GPU."""
+    """Returns whether the device is sm_120 and torch's CUDA toolkit is 12.8 or later; False without a GPU."""
     return _has(device, 12, "12.8", minor=0)
 
 
 def is_sm120f_supported(device: torch.device) -> bool:
-    """Returns whether the device is sm_12x and torch\'s CUDA toolkit is 12.9 or later; False without a GPU."""
+    """Returns whether the device is sm_12x and torch's CUDA toolkit is 12.9 or later; False without a GPU."""
     return _has(device, 12, "12.9")
 
 
 def is_sm121a_supported(device: torch.device) -> bool:
-    """Returns whether the device is sm_121 and torch\'s CUDA toolkit is 12.9 or later; False without a GPU."""
+    """Returns whether the device is sm_121 and torch's CUDA toolkit is 12.9 or later; False without a GPU."""
     return _has(device, 12, "12.9", minor=1)
 
 

@@ -119,7 +119,7 @@ def mono_moe(
     """
     import torch
 
-    if not 1 <= top_k <= min(_TOP_K, router_logits.shape[-1]):
+    if isinstance(top_k, bool) or not 1 <= top_k <= min(_TOP_K, router_logits.shape[-1]):
         raise ValueError(f"top_k must be 1 to 8, at most the experts; got {top_k}")
     if scoring_func not in ("softmax", "sigmoid"):
         raise ValueError(f"scoring_func must be 'softmax' or 'sigmoid'; got {scoring_func!r}")

@@ -357,7 +357,10 @@ _DRAFTS = TraceTemplate(
     samples=samples({"dtype": ("bfloat16",), "seq_len": (1, 4)}),
     work=_work,
     tolerance=_STATE,
-    others=("intermediate_states_buffer", "ssm_state_indices", "output_state_indices"),
+    others=words(
+        "intermediate_states_buffer ssm_state_indices output_state_indices cache_replayssm replayssm_rawv "
+        "replayssm_rawk replayssm_g replayssm_beta"
+    ),
     description="Gated delta rule for drafted tokens, on a pool of states.",
 )
 

@@ -77,7 +77,7 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> tuple[
     values, scales = fp4_quantize(
         input, global_scale, _BLOCK, is_sf_swizzled_layout=False, is_global_scale_inversed=True
     )
-    return values, scales.view(input.shape[0], -1)
+    return values, scales.view(input.shape[0], input.shape[1] // _BLOCK)
 
 
 @fi_api

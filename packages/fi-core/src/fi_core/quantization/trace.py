@@ -56,6 +56,7 @@ FP4_QUANTIZE = described(
     _PACKED,
     work_of(16, 2),
     "Quantizes blocks of a row to e2m1, with e4m3 or power-of-two scales.",
+    others=("nvfp4_4over6",),
 )
 
 
@@ -81,7 +82,7 @@ NVFP4_QUANTIZE = described(
     _PACKED,
     work_of(16, 2),
     "Quantizes blocks of 16 elements to e2m1 with e4m3 scales.",
-    others=("per_token_activation", "nvfp4_4over6"),
+    others=("per_token_activation", "nvfp4_4over6", "expanded_idx_to_permuted_idx", "out_scale"),
 )
 
 
@@ -124,6 +125,7 @@ SILU_AND_MUL_NVFP4_QUANTIZE = described(
     _PACKED,
     work_of(16, 2, gated=True),
     "SiLU of the first half of a row times the second half, quantized to e2m1 with e4m3 scales.",
+    others=("nvfp4_4over6",),
 )
 
 
@@ -145,6 +147,7 @@ NVFP4_BATCHED_QUANTIZE = described(
     tensors({"dtype": "uint8"}, x_q="batch rows bytes", sf="batch sf_elements"),
     work_of(16, 2),
     "Quantizes a batch of matrices to e2m1 with e4m3 scales.",
+    others=("nvfp4_4over6",),
 )
 
 
@@ -178,6 +181,7 @@ SCALED_FP4_GROUPED_QUANTIZE = described(
     },
     work_of(16, 2),
     "Quantizes the valid rows of each group to e2m1 with e4m3 scales.",
+    others=("nvfp4_4over6",),
     written=_valid_rows,
 )
 MXFP8_GROUPED_QUANTIZE = described(

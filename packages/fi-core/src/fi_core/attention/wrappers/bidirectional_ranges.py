@@ -98,9 +98,9 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         self._compiled = dict(zip(_COMPILED, (head_dim_qk, head_dim_vo, *types)))
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf,
-            paged_kv_last_page_len_buf, backend="fa2", jit_args=variant(types, (head_dim_qk, head_dim_vo)),
-            variant_owns_mask=True,
+            paged_kv_last_page_len_buf, jit_args=variant(types, (head_dim_qk, head_dim_vo)),
         )  # fmt: skip
+        self._variant_owns_mask = True  # on Hopper's kernel too, which the argument of that name excludes
 
     @fi_api
     def plan(  # type: ignore[override]

@@ -157,12 +157,17 @@ def test_plans_of_many_page_counts_keep_little() -> None:
     """With fixed_split_size the buffers depend on the number of pages, which differs in each step of an engine."""
     b = batch(LENS)
     w = SUBJECTS["decode"](b)
-    counts = []
+    counts, before = [], plans_alive()
     for pages in range(1, 151):
         w.planned(indices=torch.zeros(w.plan["indices"].numel() + pages, dtype=torch.int32), fixed_split_size=1)
         if pages % 50 == 0:
-            counts.append(sum(type(x) is DecodePlan for x in gc.get_objects()))
+            counts.append(plans_alive() - before)
     assert max(counts) < 100, counts
+
+
+def plans_alive() -> int:
+    gc.collect()
+    return sum(type(x) is DecodePlan for x in gc.get_objects())
 
 
 @pytest.mark.parametrize(
@@ -180,3 +185,13 @@ def test_an_equal_value_of_another_type_is_checked_like_the_first(
     w.planned(**planned)
     with pytest.raises((TypeError, ValueError), match=argument):
         w.planned(**{argument: value})
+
+
+@pytest.mark.parametrize("subject", SINGLE)
+@pytest.mark.parametrize("shape", [(), (2,), (2, 3)])
+def test_queries_of_fewer_dimensions_are_named(subject: str, shape: tuple[int, ...]) -> None:
+    b = batch(LENS)
+    w = SUBJECTS[subject](b)
+    w.planned()
+    with pytest.raises(ValueError, match=r"\bq\b"):
+        w.wrapper.run(b.q.new_ones(shape), *w.keys)

@@ -62,8 +62,8 @@ def fixed_batch_size(buffers: Mapping[str, Any]) -> int:
 def check_rows(plan: PrefillPlan, graph: bool, q: torch.Tensor) -> None:
     """Raises unless q has the planned shape; with a CUDA graph it may have more rows."""
     rows, shape = plan.rows, q.shape
-    fits = rows is None or shape[0] == rows or (graph and shape[0] > rows)
-    if len(shape) != 3 or not fits or shape[1] != plan.num_qo_heads or shape[2] != plan.head_dim_qk:
+    fits = len(shape) == 3 and (rows is None or shape[0] == rows or (graph and shape[0] > rows))
+    if not fits or shape[1] != plan.num_qo_heads or shape[2] != plan.head_dim_qk:
         first = "any" if rows is None else rows
         raise ValueError(
             f"q: shape ({first}, {plan.num_qo_heads}, {plan.head_dim_qk}) was planned (qo_indptr[-1] rows); "

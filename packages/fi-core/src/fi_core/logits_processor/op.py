@@ -9,7 +9,7 @@ from fi_core.logits_processor.types import TaggedTensor, TensorType
 
 
 class LegalizationError(ValueError):
-    """Raised when a processor has no operators for what comes before it."""
+    """Raised when a processor has no operator for the output of the one before it."""
 
 
 class CompileError(ValueError):

@@ -31,7 +31,7 @@ def legalize_processors(
     """The operators of processors, of which the first gets a tensor of this type.
 
     Raises:
-        LegalizationError: (a ValueError) There is no processor, or one has no operators for what comes before it.
+        LegalizationError: (a ValueError) There is no processor, or one has no operator for the output before it.
     """
     if not processors:
         raise LegalizationError("processors: at least one is required; got none")

@@ -73,8 +73,59 @@ FI_DOT_BF16 inline void dot_multiply(const bf16_t* w, int64_t w_stride, int64_t 
     i += now;
   }
 }
+
+// c[kRows][kColumns] = w[kRows][k] x[kColumns][k]^T, whose sums stay in registers. The last 32 of a row of x may be
+// padded, a row of w ends at k.
+template <int kRows, int kColumns>
+FI_DOT_BF16 inline void dot_few_block(const bf16_t* w, int64_t w_stride, const bf16_t* x, int64_t x_stride, int64_t k,
+                                      float* c, int64_t c_stride) {
+  __m512 sum[kRows][kColumns];
+  for (int r = 0; r < kRows; ++r)
+    for (int i = 0; i < kColumns; ++i) sum[r][i] = _mm512_setzero_ps();
+  for (int64_t at = 0; at < k; at += 32) {
+    const __mmask32 inside = k - at >= 32 ? ~__mmask32{0} : (__mmask32{1} << (k - at)) - 1;
+    __m512bh right[kColumns];
+    for (int i = 0; i < kColumns; ++i) right[i] = (__m512bh)_mm512_loadu_si512(x + i * x_stride + at);
+    for (int r = 0; r < kRows; ++r) {
+      const bf16_t* from = w + r * w_stride + at;
+      const __m512bh left = (__m512bh)_mm512_maskz_loadu_epi16(inside, from);
+      _mm_prefetch(reinterpret_cast<const char*>(from + kRows * w_stride), _MM_HINT_T0);  // the next rows of w
+      for (int i = 0; i < kColumns; ++i) sum[r][i] = _mm512_dpbf16_ps(sum[r][i], left, right[i]);
+    }
+  }
+#pragma GCC unroll 4  // a loop over the sums would keep them in memory
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int i = 0; i < kColumns; ++i) c[r * c_stride + i] = _mm512_reduce_add_ps(sum[r][i]);
+}
+
+template <int kRows>
+FI_DOT_BF16 inline void dot_few_rows(const bf16_t* w, int64_t w_stride, const bf16_t* x, int64_t x_stride,
+                                     int64_t count, int64_t k, float* c) {
+  for (int64_t i = 0; i < count; i += 4) {
+    const bf16_t* from = x + i * x_stride;
+    if (count - i >= 4)
+      dot_few_block<kRows, 4>(w, w_stride, from, x_stride, k, c + i, count);
+    else if (count - i == 3)
+      dot_few_block<kRows, 3>(w, w_stride, from, x_stride, k, c + i, count);
+    else if (count - i == 2)
+      dot_few_block<kRows, 2>(w, w_stride, from, x_stride, k, c + i, count);
+    else
+      dot_few_block<kRows, 1>(w, w_stride, from, x_stride, k, c + i, count);
+  }
+}
+
+// c[rows][count] = w[rows][k] x[count][k]^T for few rows of x: a load of w serves 32 products, where panels need a
+// broadcast for 2. Rows of x are padded with zeros to a multiple of 32.
+FI_DOT_BF16 inline void dot_few(const bf16_t* w, int64_t w_stride, int64_t rows, const bf16_t* x, int64_t x_stride,
+                                int64_t count, int64_t k, float* c) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) dot_few_rows<4>(w + r * w_stride, w_stride, x, x_stride, count, k, c + r * count);
+  for (; r < rows; ++r) dot_few_rows<1>(w + r * w_stride, w_stride, x, x_stride, count, k, c + r * count);
+}
 #else
 inline bool has_dot_bf16() { return false; }
+inline void dot_few(const bf16_t*, int64_t, int64_t, const bf16_t*, int64_t, int64_t, int64_t, float*) {}
 inline void dot_multiply(const bf16_t*, int64_t, int64_t, const bf16_t*, int64_t, int64_t, int64_t, float*, int64_t,
                          Prefetch) {}
 #endif

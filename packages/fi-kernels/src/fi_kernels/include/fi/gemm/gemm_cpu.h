@@ -22,6 +22,9 @@ constexpr int64_t kChunkM = 512, kBlockK = 512;  // rows of a that are packed at
 // over torch.mm on one core with steps of 512 and 4096: AMX 64 rows 1.05 and 0.75, 256 rows 0.99 and 1.22; VDPBF16PS
 // (Zen 4) 1 row 1.05 and 0.98, 256 rows 1.04 and 1.00. With copies of b AMX takes 1.43 for 64 rows and 1.10 for 256.
 constexpr int64_t kLongStepK = 4096, kAmxLongStepRows = 64;
+// Rows of a that meet rows of b in place by VDPBF16PS, without panels. n = k = 4096 over torch.mm, one core of Zen 5: 1
+// row 0.61, 4 rows 0.83, 8 rows 0.98; with panels 1.22, 1.31 and 1.14.
+constexpr int64_t kFewRows = 8;
 constexpr int64_t kScaleK = 128, kAlignK = 32;  // k of a scale; panels are padded to a multiple of kAlignK
 // Blocks whose sums, of so many floats at most, advance together by a step of k: the panels of the step are read from
 // L2 then. One after another, 256 rows of k = 4096 come from L3 for each block: 27.3 -> 18.7 ms of one core (6144
@@ -124,6 +127,10 @@ class GemmCpu {
         const GemmSegment& s = segments[static_cast<size_t>(i)];
         for (int64_t first = 0; first < s.rows; first += kChunkM) {
           const GemmSegment chunk{s.a_batch, s.b_batch, s.row + first, std::min(kChunkM, s.rows - first)};
+          if (has_few_rows(chunk)) {
+            multiply_few(chunk);
+            continue;
+          }
           const int64_t bytes = (chunk.rows + kPanel - 1) / kPanel * kPanel * k_ * element_;
           if (bytes > size) panels.reset(new char[static_cast<size_t>(size = bytes) + 64]);
           char* aligned = panels.get() + (64 - reinterpret_cast<uintptr_t>(panels.get()) % 64) % 64;
@@ -135,6 +142,33 @@ class GemmCpu {
   }
 
  private:
+  bool has_few_rows(const GemmSegment& s) const {
+    return s.rows <= kFewRows && pairs_ == dot_multiply && b_is_bf16_ && p_.b_k_stride == 1 && !blocks_;
+  }
+  const char* a_at(const GemmSegment& s, int64_t row) const {
+    return static_cast<const char*>(p_.a) +
+           (s.a_batch * p_.a_batch_stride + (s.row + row) * p_.a_row_stride) * a_bytes_;
+  }
+
+  void multiply_few(const GemmSegment& s) const {
+    std::vector<float> row(static_cast<size_t>(k_));
+    std::vector<bf16_t> x(static_cast<size_t>(s.rows * k_));
+    for (int64_t i = 0; i < s.rows; ++i) {
+      load_a_(a_at(s, i), row.data(), p_.k);
+      narrow(row.data(), x.data() + i * k_, k_);
+    }
+    const int64_t blocks = (p_.n + kBlockN - 1) / kBlockN;
+    parallel_for(blocks, std::max<int64_t>(1, (int64_t{1} << 18) / (kBlockN * k_)), [&](int64_t begin, int64_t end) {
+      float c[kBlockN * kFewRows];
+      for (int64_t column = begin * kBlockN; column < std::min<int64_t>(p_.n, end * kBlockN); column += kBlockN) {
+        const int64_t columns = std::min(kBlockN, p_.n - column);
+        dot_few(reinterpret_cast<const bf16_t*>(b_at(s, column, 0)), p_.b_row_stride, columns, x.data(), k_, s.rows,
+                p_.k, c);
+        store(s, column, columns, c, s.rows);
+      }
+    });
+  }
+
   // Panels of 16 rows of a: [k / 2][16][2] bf16, or [k][16] fp32; zeros beyond the rows and beyond k.
   void pack(const GemmSegment& s, char* panels) const {
     const int64_t count = (s.rows + kPanel - 1) / kPanel;
@@ -144,8 +178,7 @@ class GemmCpu {
       for (int64_t i = begin * kPanel; i < end * kPanel; ++i) {
         char* to = panels + i / kPanel * kPanel * k_ * element_ + i % kPanel * 4;
         if (i < s.rows) {
-          const int64_t at = s.a_batch * p_.a_batch_stride + (s.row + i) * p_.a_row_stride;
-          load_a_(static_cast<const char*>(p_.a) + at * a_bytes_, row.data(), p_.k);
+          load_a_(a_at(s, i), row.data(), p_.k);
         } else if (i == s.rows) {
           std::fill(row.begin(), row.end(), 0.f);
         }

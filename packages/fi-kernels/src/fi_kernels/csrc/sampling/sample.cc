@@ -208,7 +208,7 @@ void run_row(const SampleParams& p, sampling::CpuRowSampler& s, DType in, DType 
   if (p.output == kMaskOut)
     s.mask(lowest, y);
   else
-    s.renormalise(valid, lowest, y);
+    s.renormalise(lowest, y);
   if (out != kF32) cpu::row_storer(out)(y, to, p.vocab);
 }
 

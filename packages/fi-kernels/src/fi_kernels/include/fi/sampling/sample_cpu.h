@@ -37,24 +37,43 @@ FI_CLONES inline uint64_t sum_weights_from(const float* x, const uint32_t* w, in
   for (int64_t i = 0; i < n; ++i) sum += cpu::select(x[i] >= lowest, w[i], 0u);
   return sum;
 }
-// Writes `y[i]` = probability of x[i] over that of the row's maximum, or 0 below `lowest`. Returns the sum in fine
-// weights.
+// The sum of up to kPartSize fine weights. Three sums of 32 bits take half the instructions of one of 64.
+constexpr int64_t kPartSize = 65536;
+struct WeightSum {
+  uint32_t high, middle, low;  // in units of 2^24, 2^8 and 1
+  uint64_t total() const { return (uint64_t{high} << 24) + (uint64_t{middle} << 8) + low; }
+};
+// Writes `y[i]` = probability of x[i] over that of the row's maximum; 0 below `lowest`, and NaN for NaN. Returns the
+// sum of their fine weights. n is at most kPartSize.
 template <bool kLogits>
-FI_CLONES inline uint64_t ratios(const float* x, float* y, int64_t n, Scale s, float lowest) {
-  uint64_t sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) {
-    const uint64_t keep = 0 - uint64_t(x[i] >= lowest);
-    y[i] = cpu::select(x[i] >= lowest, kLogits ? logit_ratio(x[i], s) : prob_ratio(x[i], s), 0.0f);
-    sum += fine_weight(weight_of<kLogits>(x[i], s)) & keep;
+FI_CLONES inline WeightSum part_ratios(const float* x, float* y, int64_t n, Scale s, float lowest) {
+  uint32_t high = 0, middle = 0, low = 0;
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {  // without omp simd, which fixes the number of lanes before the clones exist
+    const float value = x[i];
+    const Weight w = weight_of<kLogits>(value, s);
+    const uint32_t keep = 0u - uint32_t(value >= lowest);
+    y[i] = cpu::select(value >= lowest, kLogits ? logit_ratio(value, s) : prob_ratio(value, s),
+                       cpu::select(value == value, 0.0f, value));
+    const uint32_t coarse = coarse_weight(w) & keep;
+    high += coarse >> 16;
+    middle += coarse & 0xffffu;
+    low += shift_right(w.mantissa, w.shift - 8) & 0xffu & keep;  // 0 for shifts below 8: the mantissa ends in 8 zeros
   }
-  return sum;
+  return {high, middle, low};
 }
-FI_CLONES inline void normalise(const float* x, float* y, int64_t n, float inverse) {
+template <bool kLogits>
+uint64_t ratios(const float* x, float* y, int64_t n, const Scale& s, float lowest) {
+  uint64_t total = 0;
+  for (int64_t i = 0; i < n; i += kPartSize)
+    total += part_ratios<kLogits>(x + i, y + i, std::min(kPartSize, n - i), s, lowest).total();
+  return total;
+}
+FI_CLONES inline void normalise(float* y, int64_t n, float inverse) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
     const float value = y[i] * inverse;
-    y[i] = cpu::select(x[i] != x[i], x[i], cpu::select(value > 1.0f, 1.0f, value));
+    y[i] = cpu::select(value > 1.0f, 1.0f, value);
   }
 }
 FI_CLONES inline void mask(const float* x, float* y, int64_t n, float lowest) {
@@ -225,13 +244,10 @@ struct CpuRowSampler {
     return -1;
   }
 
-  void renormalise(bool valid, float lowest, float* y) const {
-    uint64_t total = 0;
-    if (valid)
-      total = (logits ? detail::ratios<true> : detail::ratios<false>)(x, y, n, scale, lowest);
-    else
-      std::fill_n(y, n, 0.0f);
-    detail::normalise(x, y, n, total ? kFineOne / static_cast<float>(total) : 0.0f);
+  // `lowest` is infinite where no element has probability.
+  void renormalise(float lowest, float* y) const {
+    const uint64_t total = (logits ? detail::ratios<true> : detail::ratios<false>)(x, y, n, scale, lowest);
+    detail::normalise(y, n, total ? kFineOne / static_cast<float>(total) : 0.0f);
   }
   void mask(float lowest, float* y) const { detail::mask(x, y, n, lowest); }
 

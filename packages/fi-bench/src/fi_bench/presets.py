@@ -169,6 +169,32 @@ def gemm_grid() -> Iterator[str]:
                 yield f"--routine group_gemm_fp8_nt_groupwise {product} --m {rows_of_group} --group_size 4,16,64"
 
 
+def cpu_grid() -> Iterator[str]:
+    """What torch has too, in sizes that two cores compute in up to 0.1 s."""
+    rows, dtypes = "--backends auto torch --batch_size 1,3,8,17,64,200", "--input_dtype float32,bfloat16"
+    for routine in ("rmsnorm", "fused_add_rmsnorm", "layernorm"):
+        yield f"--routine {routine} {rows} --hidden_size 1024,2880,4096,7168 {dtypes if 'add' in routine else ''}"
+    for routine in ("silu_and_mul", "gelu_tanh_and_mul"):
+        yield f"--routine {routine} {rows} --hidden_size 2880,11008,14336 --input_dtype float32,bfloat16,float16"
+    for routine in _SAMPLING:
+        yield f"--routine {routine} {rows.replace(',200', '')} --vocab_size 5000,32000,128256"
+    yield f"--routine top_k {rows} --vocab_size 5000,32000,128256 --top_k 10,50,1000 {dtypes}"
+    products = "--backends auto torch --n 1024,4096,6144 --k 2048,4096,5120"
+    yield f"--routine mm_bf16 {products} --m 1,2,4,7,16,33,64,128,192,256"
+    yield "--routine bmm_bf16 --backends auto torch --batch_size 8,32 --m 1,7,64 --n 128,512 --k 128,512"
+    tokens = "--backends auto torch --batch_size 1 --seq_len 1,17,128,1024 --num_qo_heads 32 --num_kv_heads 8"
+    yield f"--routine apply_rope_pos_ids {tokens} --head_dim 64,128 --input_dtype bfloat16"
+    yield "--routine merge_state --backends auto torch --batch_size 1,17,256,2048"
+    heads, dim = "--num_qo_heads 32 --num_kv_heads 8", "--head_dim_qk 128 --head_dim_vo 128"
+    yield f"--routine single_decode_with_kv_cache --backends auto torch --s_kv 100,1000,8000 {heads} {dim}"
+    lengths = "--zip --s_qo 17,128,1024 --s_kv 17,1000,1024"
+    yield f"--routine single_prefill_with_kv_cache --backends auto torch {lengths} {heads} {dim} --causal"
+    batch = f"--backends auto torch --page_size 16 {heads} {dim}"
+    yield f"--routine BatchDecodeWithPagedKVCacheWrapper {batch} --batch_size 1,8,32 --s_kv 128,1024"
+    lengths = "--batch_size 1,4 --s_qo 16,200 --s_kv 256,1024"
+    yield f"--routine BatchPrefillWithPagedKVCacheWrapper {batch} {lengths} --causal"
+
+
 def trees() -> Iterator[str]:
     """What must not become slower: attention, sampling and elementwise kernels."""
     yield from decode()
@@ -201,6 +227,7 @@ PRESETS = {
     "sampling": Preset("sampling, softmax and renormalisation", sampling),
     "topk": Preset("top-k of 1 to 256 rows", topk),
     "elementwise": Preset("norm, activation, rope, page append, merge of attention states", elementwise),
+    "cpu-grid": Preset("what torch has too, in sizes for a CPU, beside torch; use with --draw --device cpu", cpu_grid),
     TREES: Preset("decode, prefill, sampling, elementwise: what `compare-trees` measures", trees),
     "tiny": Preset("one small case per family, also for a CPU", tiny),
 }

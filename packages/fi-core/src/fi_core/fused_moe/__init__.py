@@ -6,6 +6,7 @@ from fi_core.fused_moe.core import (
     convert_to_block_layout,
     interleave_moe_scales_for_sm90_mixed_gemm,
     interleave_moe_weights_for_sm90_mixed_gemm,
+    preprocess_moe_weights_for_sm90_mixed_gemm_humming,
     reorder_rows_for_gated_act_gemm,
 )
 from fi_core.fused_moe.cutlass import cutlass_fused_moe
@@ -56,6 +57,7 @@ __all__ = [
     "interleave_moe_weights_for_sm90_mixed_gemm",
     "is_gated_activation",
     "mono_moe",
+    "preprocess_moe_weights_for_sm90_mixed_gemm_humming",
     "reorder_rows_for_gated_act_gemm",
     "trtllm_bf16_moe",
     "trtllm_bf16_routed_moe",

@@ -25,6 +25,7 @@ __all__ = [
     "get_w2_permute_indices_with_cache",
     "interleave_moe_scales_for_sm90_mixed_gemm",
     "interleave_moe_weights_for_sm90_mixed_gemm",
+    "preprocess_moe_weights_for_sm90_mixed_gemm_humming",
     "reorder_rows_for_gated_act_gemm",
 ]
 
@@ -192,3 +193,75 @@ def interleave_moe_scales_for_sm90_mixed_gemm(scales: torch.Tensor, group_size: 
     if scales.ndim != 3:
         raise ValueError(f"scales must have shape [experts, n, k / {group_size}]; got {list(scales.shape)}")
     return scales.contiguous()
+
+
+_LEAST_BYTE = 128  # of the stored scales: exponent 1, which is offset 1 of the logical form, is byte 128
+_VALUES, _MIDPOINTS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # of e2m1
+
+
+def _shifted_codes(device: torch.device) -> torch.Tensor:
+    """`[256, 256]`: two e2m1 codes of a byte divided by 2^shift, rounded half away from zero; -0 becomes 0."""
+    import torch
+
+    codes = torch.arange(16, device=device)
+    values = torch.tensor(_VALUES, dtype=torch.float64, device=device)[codes & 7]
+    shifted = values * torch.exp2(-torch.arange(256, dtype=torch.float64, device=device))[:, None]
+    rounded = torch.bucketize(shifted, torch.tensor(_MIDPOINTS, dtype=torch.float64, device=device), right=True)
+    table = (rounded | (codes & 8)).to(torch.uint8)
+    table[:, 8] = 0
+    return (table[:, :, None] << 4 | table[:, None, :]).view(256, 256)
+
+
+def preprocess_moe_weights_for_sm90_mixed_gemm_humming(
+    weight: torch.Tensor, raw_scale: torch.Tensor, max_range: int = 11, *, interleave: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Prepares mxfp4 weights for `cutlass_fused_moe(use_wfp4afp8_humming=True)`, which quantises activations to e4m3.
+
+    An expert's weights are a residual, `2^(lo - 128)`, times 2 to the power of small offsets: with hi the largest scale
+    byte of the expert, lo is the smallest byte, but at least `hi - max_range`.
+
+    Args:
+        weight: `[experts, n, k / 2]`, uint8: two e2m1 values a byte, an even k in the lower half.
+        raw_scale: `[experts, n, k / 32]`, uint8: ue8m0, the exponent plus 127 of each 32 values.
+        max_range: 0 to 11.
+        interleave: whether the results are for `cutlass_fused_moe`. Its layouts are fi's own, and the weights are exact
+            whatever the range of exponents; those below 2^-139 of an expert's largest scale are 0. False: the logical
+            form, whose smaller exponents become lo and the values with them, rounded half away from zero.
+
+    Returns:
+        weight: uint8 `[experts, n, k / 2]`; scale: uint8 `[experts, n, k / 32]`; residual: fp32 `[experts]`, which
+        `cutlass_fused_moe` takes times 64. The logical form means `code * 2^scale * residual`, scale 1 to 12.
+
+    Raises:
+        ValueError: a shape, device or max_range does not fit.
+        TypeError: weight or raw_scale is not uint8.
+    """
+    import torch
+
+    for name, x in (("weight", weight), ("raw_scale", raw_scale)):
+        if x.dtype is not torch.uint8:
+            raise TypeError(f"{name} must be uint8; got {x.dtype}")
+    if weight.ndim != 3 or weight.shape[2] % 16:
+        raise ValueError(f"weight must have shape [experts, n, k / 2], k a multiple of 32; got {list(weight.shape)}")
+    expected = [*weight.shape[:2], weight.shape[2] // 16]
+    if list(raw_scale.shape) != expected or raw_scale.device != weight.device:
+        raise ValueError(
+            f"raw_scale must have shape {expected} on {weight.device}; got {list(raw_scale.shape)} on "
+            f"{raw_scale.device}"
+        )
+    if isinstance(max_range, bool) or max_range not in range(12):
+        raise ValueError(f"max_range must be in 0..11; got {max_range}")
+    exponents = raw_scale.flatten(1).short()
+    if not exponents.numel():
+        return weight.clone(), raw_scale.clone(), weight.new_ones(len(weight), dtype=torch.float32)
+    lo = torch.maximum(exponents.amin(1), exponents.amax(1) - max_range)
+    residual = torch.exp2(lo.float() - 128)
+    offset = raw_scale.short() - lo[:, None, None] + 1
+    if interleave:
+        stored = offset + (_LEAST_BYTE - 1)
+        vanishes = (stored < 0).repeat_interleave(16, -1)
+        return weight.masked_fill(vanishes, 0), stored.clamp(min=0).byte(), residual
+    shifts, codes, table = (1 - offset).clamp(min=0), torch.empty_like(weight), _shifted_codes(weight.device)
+    for e, (shift, own) in enumerate(zip(shifts, weight)):  # one by one: indices take 16 times the memory of weights
+        codes[e] = table[shift.repeat_interleave(16, -1).int(), own.int()]
+    return codes, offset.clamp(min=1).byte(), residual

@@ -79,6 +79,10 @@ def cutlass_fused_moe(
       `[fc1_scales [e, n / 128, hidden / 128], fc2_scales [e, hidden / 128, inter / 128]]`, fp32.
     * mxfp4 weights, 16-bit input (use_w4_group_scaling): weights and scales through
       `interleave_moe_weights_for_sm90_mixed_gemm` and `interleave_moe_scales_for_sm90_mixed_gemm`; `[fc1, fc2]`.
+    * mxfp4 weights, e4m3 activations (use_w4_group_scaling and use_wfp4afp8_humming): 16-bit input, each row of which
+      is quantised before either product with the scale `max(abs(row)) / 448`, or with a ue8m0 scale for each 32 values
+      (use_mxfp8_act_scaling); weights, scales and residuals of `preprocess_moe_weights_for_sm90_mixed_gemm_humming`:
+      `[fc1_scales, fc1_residual * 64, unused, fc2_scales, fc2_residual * 64]`. Products are those of 16 bits.
     * int4 weights, 16-bit input (use_w4_group_scaling and use_packed_weights): groups of 128;
       `[fc1_scales, fc2_scales, fc1_input_scale, fc2_input_scale, fc1_zeros, fc2_zeros, fc1_alpha, fc2_alpha]`.
     * NVFP4 weights, and MXFP8 or MXFP4 weights with MXFP8 input (use_mxfp8_act_scaling): computed with 16-bit
@@ -111,7 +115,7 @@ def cutlass_fused_moe(
         workspace_buffer: uint8 `[bytes]`, memory for what lies between the kernels, of
             `cutlass_fused_moe_workspace_size` or more bytes; no other call may use it at the same time. None: memory
             of torch.
-        use_wfp4afp8_humming: False.
+        use_wfp4afp8_humming: e4m3 activations for mxfp4 weights, as above.
         clamped_relu2_limit: the constant of ClampedRelu2.
         situ_beta, situ_linear_beta: constants of Situ (4 and 25), not 0: numbers, or tensors `[1]` or `[e]`.
 
@@ -121,13 +125,12 @@ def cutlass_fused_moe(
     Raises:
         ValueError: A shape, device or option does not fit; the text names the argument.
         TypeError: A dtype does not fit.
-        NotImplementedError: min_latency_mode, cluster_size or use_wfp4afp8_humming is asked for.
+        NotImplementedError: min_latency_mode or cluster_size is asked for.
     """
     refuse(
         "leave it out: kernels are chosen by the number of tokens",
         min_latency_mode=min_latency_mode,
         cluster_size=None if cluster_size == 1 else cluster_size,
-        use_wfp4afp8_humming=use_wfp4afp8_humming,
     )
     activation = activation_of(
         activation_type, swiglu_alpha, swiglu_beta, swiglu_limit, clamped_relu2_limit, situ_beta, situ_linear_beta,
@@ -137,6 +140,7 @@ def cutlass_fused_moe(
         p, input, fc1_expert_weights, fc2_expert_weights, quant_scales or (), output_dtype, input_sf, swizzled_input_sf,
         fp8_block_scale=use_deepseek_fp8_block_scale, w4_group_scaling=use_w4_group_scaling,
         mxfp8_activations=use_mxfp8_act_scaling, packed_weights=use_packed_weights,
+        e4m3_activations=use_wfp4afp8_humming,
     )  # fmt: skip
     check_experts(layer, activation, token_selected_experts, token_final_scales, tp_size, tp_rank, ep_size, ep_rank)
     output = _output(p, output, layer.x.shape, output_dtype, input.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fi_core.fused_moe.layer import Layer, Mixed, Projection
+from fi_core.fused_moe.layer import E4M3_BLOCKS, E4M3_TOKENS, Layer, Mixed, Projection
 from fi_core.fused_moe.ops import INT4, MXFP4, MXFP8, NVFP4
 from fi_core.gemm import block_scaled
 from fi_core.quantization.layout import SfLayout, layout_of
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fi_core.runtime.launch.plan import Launches
 
 _BLOCK = 128
+_RESIDUAL_FACTOR = 64  # callers pass residuals times 2^6, as FlashInfer's kernel wants them
 
 
 def _scale_count(scales: Sequence[torch.Tensor], count: int, text: str) -> None:
@@ -112,6 +113,29 @@ def _mxfp4(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scales: Sequen
     return Layer(_of_16_bits(x), first, second, x.dtype)
 
 
+def _mxfp4_with_e4m3(
+    x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scales: Sequence[torch.Tensor], activations: str
+) -> Layer:
+    """The residuals are factors of the outputs; all operands are exact in bf16."""
+    import torch
+
+    _scale_count(scales, 5, "use_wfp4afp8_humming")
+
+    def projection(weight: torch.Tensor, scale: torch.Tensor, place: int) -> Projection:
+        residual = scales[place]
+        if residual.dtype is not torch.float32:
+            raise TypeError(f"quant_scales[{place}] must be float32; got {residual.dtype}")
+        if residual.shape != (len(weight),):
+            raise ValueError(
+                f"quant_scales[{place}], residuals times 64, must have shape [{len(weight)}]; got "
+                f"{list(residual.shape)}"
+            )
+        return Projection(_bytes(weight), _bytes(scale), mixed=Mixed(MXFP4, alpha=residual / _RESIDUAL_FACTOR))
+
+    first, second = projection(up, scales[0], 1), projection(down, scales[3], 4)
+    return Layer(_of_16_bits(x), first, second, torch.bfloat16, activations=activations)
+
+
 def _int4(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scales: Sequence[torch.Tensor]) -> Layer:
     import torch
 
@@ -199,6 +223,7 @@ def layer_of(
     w4_group_scaling: bool,
     mxfp8_activations: bool,
     packed_weights: bool,
+    e4m3_activations: bool,
 ) -> Layer:
     """The layer of a call of `cutlass_fused_moe`; biases are not in it yet.
 
@@ -219,6 +244,13 @@ def layer_of(
     if out_dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"output_dtype must be float16, bfloat16 or float32; got {out_dtype}")
     dtype = torch.float16 if out_dtype is torch.float16 else torch.bfloat16
+    if e4m3_activations:
+        if not w4_group_scaling or packed_weights:
+            raise ValueError(
+                "use_wfp4afp8_humming must come with use_w4_group_scaling=True and use_packed_weights=False; got "
+                f"{w4_group_scaling} and {packed_weights}"
+            )
+        return _mxfp4_with_e4m3(x, up, down, scales, E4M3_BLOCKS if mxfp8_activations else E4M3_TOKENS)
     if fp8_block_scale:
         _scale_count(scales, 2, "use_deepseek_fp8_block_scale")
         for name, weight in (("fc1_expert_weights", up), ("fc2_expert_weights", down)):

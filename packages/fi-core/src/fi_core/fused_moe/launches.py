@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from fi_core.fused_moe.layer import Tables
+from fi_core.fused_moe.layer import E4M3_TOKENS, Tables
 from fi_core.fused_moe.moe_experts import stream_experts, sums_slots
 from fi_core.fused_moe.moe_few_tokens import compute_few_tokens, takes_slots
 from fi_core.fused_moe.moe_layer import compose_layer, expected_rows, tile_tokens
@@ -18,6 +18,8 @@ from fi_core.fused_moe.ops import (
 )
 from fi_core.fused_moe.workspace import table_words
 from fi_core.gemm.ops import GEMM
+from fi_core.quantization.layout import SfLayout
+from fi_core.quantization.ops import BLOCK_DEQUANTIZE, BLOCK_QUANTIZE, UE8M0_SCALE
 
 if TYPE_CHECKING:
     import torch
@@ -45,10 +47,31 @@ def sort_slots(
 
 
 class Rows(NamedTuple):
-    """Values `[slots, k]`, and the scales of e4m3 ones: of blocks of them, or of rows."""
+    """Values `[slots, k]`, and the scales of e4m3 ones: of blocks of them, or of rows.
+
+    Values for mixed weights have 16 bits; those that were e4m3 before have a scale for each row, or none.
+    """
 
     values: torch.Tensor
     scale: torch.Tensor | None = None
+
+
+def _through_e4m3(p: Launches, x: torch.Tensor, activations: str) -> Rows:
+    """Values rounded to e4m3, exact in bf16: times a ue8m0 scale for each 32 of them, or for a scale of each row."""
+    import torch
+
+    if activations == E4M3_TOKENS:
+        amax = x.abs().amax(1, keepdim=True).float()
+        scale = amax / torch.finfo(torch.float8_e4m3fn).max
+        rounded = (x / scale.where(amax != 0, 1.0)).to(torch.float8_e4m3fn)
+        return Rows(rounded.to(torch.bfloat16), scale)
+    values, scales = p.scratch(x.shape, torch.float8_e4m3fn), p.scratch((x.shape[0], x.shape[1] // 32), torch.uint8)
+    p.add(BLOCK_QUANTIZE, values, scales, x, block_size=32, scale_format=UE8M0_SCALE,
+          layout=SfLayout.layout_linear.value)  # fmt: skip
+    out = p.scratch(x.shape, torch.bfloat16)
+    p.add(BLOCK_DEQUANTIZE, out, values, scales.view(-1), block_size=32, scale_format=UE8M0_SCALE,
+          layout=SfLayout.layout_linear.value)  # fmt: skip
+    return Rows(out)
 
 
 class _Grouped(NamedTuple):
@@ -80,7 +103,10 @@ class _Grouped(NamedTuple):
         p.add(MOE_MIXED_GEMM, out, x.values if factor is None else x.values * factor, w.weight, w.scale, offsets,
               rows=rows, alpha=w.mixed.alpha, format=w.mixed.format, layout=w.mixed.layout,
               expected_m=expected)  # fmt: skip
-        return out
+        if x.scale is None:
+            return out
+        # Rows without a token are not written by any kernel, nor read.
+        return out.float() * (x.scale if rows is None else x.scale[rows.clamp(min=0)])
 
 
 def run_experts(
@@ -123,9 +149,12 @@ def run_experts(
             return grouped.product(layer.down, out), layer.down
         projected = grouped.product(up, gathered if layer.blocks else Rows(gathered.values, row_scale))
     else:
-        projected = grouped.product(up, Rows(layer.x), tables.rows)
+        x = _through_e4m3(p, layer.x, layer.activations) if layer.activations else Rows(layer.x)
+        projected = grouped.product(up, x, tables.rows)
     p.add(MOE_ACTIVATION, out.values, out.scale, projected, tables.offsets, bias=up.bias, quant=layer.quant,
           columns=up.columns, **a.options())  # fmt: skip
+    if layer.activations:
+        out = _through_e4m3(p, out.values, layer.activations)
     return grouped.product(layer.down, out), layer.down
 
 

@@ -21,6 +21,10 @@ TOKENS: dict[str, int] = dict.fromkeys(
 )  # fmt: skip
 
 
+# Activations of mixed weights: as they are; e4m3 with a scale for each token, or with a ue8m0 scale for each 32 values.
+AS_GIVEN, E4M3_TOKENS, E4M3_BLOCKS = "", "e4m3 tokens", "e4m3 blocks of 32"
+
+
 class Tables(NamedTuple):
     """Slots (a token and one of its experts) sorted by local expert; int32, on the device."""
 
@@ -108,6 +112,7 @@ class Layer(NamedTuple):
     x: `[tokens, hidden]`, 16 bits or e4m3. dtype: of sums and of what lies between kernels, 16 bits. x_scale: fp32
     `[tokens, hidden / 128]` of e4m3 x with blocks. quant: fp32 `[1]` or `[experts]`, the factor of activated values
     before they become e4m3. blocks: e4m3 weights have scales of 128 x 128; 16-bit activations are quantised.
+    activations: how the operands of products with mixed weights are rounded.
     """
 
     x: torch.Tensor
@@ -117,6 +122,7 @@ class Layer(NamedTuple):
     x_scale: torch.Tensor | None = None
     quant: torch.Tensor | None = None
     blocks: bool = False
+    activations: str = AS_GIVEN
 
     @property
     def quantizes(self) -> bool:

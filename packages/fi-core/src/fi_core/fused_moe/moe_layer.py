@@ -221,6 +221,8 @@ def _format(p: Launches, layer: Layer) -> object:
         if layer.blocks:
             return "e4m3 blocks"
         return up.weight.dtype if up.weight.dtype == down.weight.dtype == layer.x.dtype else "several dtypes"
+    if layer.activations:
+        return f"mxfp4 for {layer.activations}"
     return "mxfp4" if _is_mxfp4(p, up) and _is_mxfp4(p, down) else "mixed"
 
 

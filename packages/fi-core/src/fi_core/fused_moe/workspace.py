@@ -53,7 +53,7 @@ def cutlass_fused_moe_workspace_size(
     """Returns the bytes of a `workspace_buffer` with which `cutlass_fused_moe` allocates nothing between its kernels.
 
     They suffice for any number of tokens up to max_num_tokens and for any routing. What torch multiplies before a
-    kernel (the input scales of int4, the scales of NVFP4) stays in memory of torch.
+    kernel (the input scales of int4, the scales of NVFP4 and of e4m3 tokens) stays in memory of torch.
 
     Args:
         max_num_tokens: most tokens of a call.
@@ -69,23 +69,19 @@ def cutlass_fused_moe_workspace_size(
         use_deepseek_fp8_block_scale: whether activations have scales of 128 values.
         use_w4_group_scaling, use_mxfp8_act_scaling, use_packed_weights: the formats whose weights become 16-bit floats.
         use_fused_finalize, device, backend: accepted.
-        use_wfp4afp8_humming: False.
+        use_wfp4afp8_humming: whether activations of mxfp4 weights become e4m3.
 
     Raises:
         ValueError: a number does not fit; the text names the argument.
         TypeError: a dtype is none.
-        NotImplementedError: min_latency_mode or use_wfp4afp8_humming is asked for.
+        NotImplementedError: min_latency_mode is asked for.
     """
     import torch
 
     for name, dtype in (("x_dtype", x_dtype), ("weight_dtype", weight_dtype), ("output_dtype", output_dtype)):
         if not isinstance(dtype, torch.dtype) and (dtype is not None or name != "output_dtype"):
             raise TypeError(f"{name} must be a torch.dtype; got {dtype!r}")
-    refuse(
-        "leave it out: kernels are chosen by the number of tokens",
-        min_latency_mode=min_latency_mode,
-        use_wfp4afp8_humming=use_wfp4afp8_humming,
-    )
+    refuse("leave it out: kernels are chosen by the number of tokens", min_latency_mode=min_latency_mode)
     for name, value in (
         ("max_num_tokens", max_num_tokens), ("hidden_size", hidden_size), ("intermediate_size", intermediate_size),
         ("num_experts_total", num_experts_total), ("top_k", top_k), ("tp_size", tp_size), ("ep_size", ep_size),
@@ -110,4 +106,6 @@ def cutlass_fused_moe_workspace_size(
         *scales,
         2 * max_num_tokens * hidden_size if mixed and x_dtype.itemsize == 1 else 0,  # tokens of 4 or 8 bits, as bf16
     ]
+    if use_wfp4afp8_humming and use_mxfp8_act_scaling:  # operands in e4m3 and its scales, and in bf16
+        sizes += [size for n in (max_num_tokens * hidden_size, slots * width) for size in (n, n // 32, 2 * n)]
     return ALIGNMENT + sum(map(aligned, sizes))

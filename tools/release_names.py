@@ -190,8 +190,16 @@ def fields(node: ast.ClassDef) -> str | None:
     how = [ast.unparse(d) for d in node.decorator_list] + [ast.unparse(b) for b in node.bases]
     if not any("dataclass" in word or "NamedTuple" in word for word in how):
         return None
-    rows = [n for n in node.body if isinstance(n, ast.AnnAssign) and "ClassVar" not in ast.unparse(n.annotation)]
-    return ", ".join(parameter(ast.arg(ast.unparse(n.target)), n.value) for n in rows)
+    words: list[str] = []
+    for n in node.body:
+        if not isinstance(n, ast.AnnAssign) or "ClassVar" in ast.unparse(n.annotation):
+            continue
+        options = {k.arg: k.value for k in n.value.keywords} if isinstance(n.value, ast.Call) else {}
+        if "KW_ONLY" in ast.unparse(n.annotation) or ("kw_only" in options and "*" not in words):
+            words.append("*")
+        if "KW_ONLY" not in ast.unparse(n.annotation) and ast.unparse(options.get("init", n.annotation)) != "False":
+            words.append(parameter(ast.arg(ast.unparse(n.target)), options.get("default", n.value)))
+    return ", ".join(words if words[-1:] != ["*"] else words[:-1])
 
 
 def members(release: Release, definition: Definition, node: ast.ClassDef) -> dict[str, str | None]:

@@ -6,9 +6,13 @@ from enum import Enum, IntEnum
 
 DEFAULT_SWIGLU_ALPHA = 1.0
 DEFAULT_SWIGLU_BETA = 0.0
-DEFAULT_SWIGLU_LIMIT = float("inf")
+DEFAULT_SWIGLU_LIMIT = (2 - 2.0**-23) * 2.0**127  # the largest fp32 number
+DEFAULT_SITU_BETA = 4.0
+DEFAULT_SITU_LINEAR_BETA = 25.0
 
 __all__ = [
+    "DEFAULT_SITU_BETA",
+    "DEFAULT_SITU_LINEAR_BETA",
     "DEFAULT_SWIGLU_ALPHA",
     "DEFAULT_SWIGLU_BETA",
     "DEFAULT_SWIGLU_LIMIT",
@@ -16,6 +20,7 @@ __all__ = [
     "Fp8QuantizationType",
     "GatedActType",
     "QuantFormat",
+    "RoutingInputMode",
     "RoutingMethodType",
     "WeightLayout",
     "is_gated_activation",
@@ -98,17 +103,25 @@ class Fp8QuantizationType(IntEnum):
 
 
 class QuantFormat(Enum):
-    """The format in which tokens are sent between ranks."""
+    """The format of the weights, activations or outputs of experts, or in which tokens are sent between ranks."""
 
-    FP16 = "fp16"
-    BF16 = "bf16"
-    DeepSeekFp8 = "deepseek_fp8"
-    MXFP8 = "mxfp8"
-    NVFP4 = "nvfp4"
-    FP8PerTensor = "fp8_per_tensor"
-    MXFP4 = "mxfp4"
-    MXINT4 = "mxint4"
-    INT4 = "int4"
+    BF16 = 0
+    FP16 = 1
+    FP8PerTensor = 2
+    DeepSeekFp8 = 3
+    MXFP8 = 4
+    NVFP4 = 5
+    MXFP4 = 6
+    MXINT4 = 7
+    INT4 = 8
+
+
+class RoutingInputMode(IntEnum):
+    """How a layer learns the experts of its tokens: from logits, or from numbers and weights, packed or not."""
+
+    FromLogits = 0
+    PackedPrecomputed = 1
+    UnpackedPrecomputed = 2
 
 
 def is_gated_activation(activation_type: int) -> bool:

@@ -109,6 +109,7 @@ def test_formats(kind: str, device: str) -> None:
     [
         (moe.SwiGLU(1.5, 0.5, 2.0), 5, {"alpha": 1.5, "beta": 0.5, "limit": 2.0}), (moe.SwiGLUStep(), 7, {}),
         (moe.GeGLU(), 4, {}), (moe.GeGLUTanh(), 8, {}), (moe.SiTU(3.0, 9.0), 10, {"alpha": 9.0, "beta": 3.0}),
+        (moe.SiTU(3.0, None), 10, {"alpha": 1e6, "beta": 3.0}),
         (moe.ReLU2(), 6, {}), (moe.ReLU(), 1, {}), (moe.GELU(), 0, {}), (moe.SiLU(), 2, {}), (moe.Identity(), 9, {}),
     ],
 )  # fmt: skip
@@ -161,7 +162,7 @@ def test_refusals_say_what_to_use() -> None:
         ),
         ({"finalize": moe.MoEFinalizeConfig(False)}, "CutlassBf16Config: do_finalize must be True"),
         ({"experts": ExpertConfig(WIDTH, 1, 2)}, "local_num_experts must divide num_experts and local_expert_offset"),
-        ({"activation": moe.SiTU(linear_scale=None)}, "SiTU must have a linear_scale and no clamp_limit"),
+        ({"activation": moe.SiTU(clamp_limit=1.0)}, "SiTU must have no clamp_limit"),
     ):
         with pytest.raises(RuntimeError, match=words):
             moe.MoELayer(MoEConfig(**{**plain, **changed}), cpu)

@@ -137,7 +137,9 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     "fused_moe": (
         "ActivationType",
+        "CuteDslBf16MoEWrapper",
         "RoutingMethodType",
+        "cute_dsl_fused_moe_bf16",
         "cutlass_fused_moe",
         "reorder_rows_for_gated_act_gemm",
         "trtllm_bf16_moe",

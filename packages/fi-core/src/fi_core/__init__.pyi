@@ -75,7 +75,9 @@ from fi_core.decode import (
 )
 from fi_core.fused_moe import (
     ActivationType,
+    CuteDslBf16MoEWrapper,
     RoutingMethodType,
+    cute_dsl_fused_moe_bf16,
     cutlass_fused_moe,
     reorder_rows_for_gated_act_gemm,
     trtllm_bf16_moe,
@@ -217,6 +219,7 @@ __all__ = [
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "BlockSparseAttentionWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "CuteDslBf16MoEWrapper",
     "MeasurementPolicy",
     "MultiLevelCascadeAttentionWrapper",
     "PODWithPagedKVCacheWrapper",
@@ -251,6 +254,7 @@ __all__ = [
     "chunk_gated_delta_rule",
     "concat_mla_k",
     "cudnn_batch_decode_with_kv_cache",
+    "cute_dsl_fused_moe_bf16",
     "cutlass_fused_moe",
     "e2m1_and_ufp8sf_scale_to_float",
     "fast_decode_plan",

@@ -43,6 +43,7 @@ from fi_core.fused_moe.core import (
     reorder_rows_for_gated_act_gemm,
 )
 from fi_core.fused_moe.cutlass import cutlass_fused_moe
+from fi_core.fused_moe.interleaved import CuteDslBf16MoEWrapper, cute_dsl_fused_moe_bf16
 from fi_core.fused_moe.one_call import (
     alloc_scratchpad,
     get_scratchpad_size_bytes,
@@ -72,6 +73,8 @@ from fi_core.tllm_enums import (
 )
 
 __all__ = [
+    "CuteDslBf16MoEWrapper",
+    "cute_dsl_fused_moe_bf16",
     "ActivationConfig",
     "ExecutionConfig",
     "ExpertConfig",

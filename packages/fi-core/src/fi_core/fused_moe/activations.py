@@ -10,6 +10,8 @@ from fi_core.tllm_enums import ActivationType
 if TYPE_CHECKING:
     import torch
 
+UNBOUNDED = 3.4e38  # as alpha of Situ: the linear projection is not bounded, see kUnbounded of the kernels
+
 
 def kind_of(activation_type: int) -> ActivationType:
     """The kind of an activation. Raises ValueError for what is none."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fi_core.fused_moe.activations import UNBOUNDED
 from fi_core.fused_moe.backend_configs import BACKENDS, BackendConfig
 from fi_core.fused_moe.configs import (
     UNSET,
@@ -24,7 +25,6 @@ from fi_core.fused_moe.configs import (
 from fi_core.fused_moe.cutlass import cutlass_fused_moe
 from fi_core.observe.log import fi_api
 from fi_core.tllm_enums import QuantFormat, RoutingInputMode, RoutingMethodType
-from fi_core.utils import get_compute_capability
 
 if TYPE_CHECKING:
     import torch
@@ -174,10 +174,8 @@ class MoELayer:
     def _missing(self, candidate: BackendConfig) -> str:
         """Why a candidate does not compute the layer; "" if it does."""
         config, quant, experts = self.config, self.config.quant, self.config.experts
-        major, minor = get_compute_capability(self.device) if self.device.type == "cuda" else (9, 0)
         local = experts.local_num_experts or config.routing.num_experts
         checks = (
-            (candidate.supported(10 * major + minor), "needs compute capability 8.0"),
             (quant.pair == candidate.pair,
              f"needs {candidate.pair[0].name} weights and {candidate.pair[1].name} activations"),
             (quant.output is QuantFormat.BF16, "the output must be BF16"),
@@ -188,9 +186,7 @@ class MoELayer:
             (not experts.num_fused_shared_experts, "num_fused_shared_experts must be 0"),
             (not config.routing.num_experts % local and not experts.local_expert_offset % local,
              "local_num_experts must divide num_experts and local_expert_offset"),
-            (not isinstance(config.activation, SiTU)
-             or (config.activation.linear_scale is not None and config.activation.clamp_limit is None),
-             "SiTU must have a linear_scale and no clamp_limit"),
+            (getattr(config.activation, "clamp_limit", None) is None, "SiTU must have no clamp_limit"),
         )  # fmt: skip
         return next((words for holds, words in checks if not holds), "")
 
@@ -199,7 +195,8 @@ class MoELayer:
         import torch
 
         if isinstance(activation, SiTU):
-            return {"situ_beta": activation.gate_scale, "situ_linear_beta": activation.linear_scale}
+            linear = UNBOUNDED if activation.linear_scale is None else activation.linear_scale
+            return {"situ_beta": activation.gate_scale, "situ_linear_beta": linear}
         local = self.config.experts.local_num_experts or self.config.routing.num_experts
         values: dict[str, float] = {}
         if isinstance(activation, SwiGLU) and activation != SwiGLU():

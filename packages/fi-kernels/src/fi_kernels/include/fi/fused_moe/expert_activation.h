@@ -31,6 +31,9 @@ struct ExpertConstants {
   float alpha, beta, limit;
 };
 
+// Above it, alpha of Situ does not bound u: alpha tanh(u / alpha) is u there, which an approximate tanh cannot give.
+constexpr float kUnbounded = 1e30f;
+
 // Of one projection x, or of u and g where the activation is gated. NaN stays NaN.
 template <class Math, ExpertActivation kAct>
 FI_HOST_DEVICE float activate_expert(float u, float g, const ExpertConstants& c) {
@@ -46,8 +49,10 @@ FI_HOST_DEVICE float activate_expert(float u, float g, const ExpertConstants& c)
     const float gate = activate<Math, kSilu, true>(g);
     return (gate > c.limit ? c.limit : gate) * clamp(u);
   }
-  if constexpr (kAct == kExpertSitu)
-    return Math::scaled_sigmoid(c.beta, g) * Math::tanh(g / c.beta) * (c.alpha * Math::tanh(u / c.alpha));
+  if constexpr (kAct == kExpertSitu) {
+    const float linear = c.alpha > kUnbounded ? u : c.alpha * Math::tanh(u / c.alpha);
+    return Math::scaled_sigmoid(c.beta, g) * Math::tanh(g / c.beta) * linear;
+  }
   if constexpr (kAct == kExpertGelu) return activate<Math, kGelu, true>(u);
   if constexpr (kAct == kExpertSilu) return activate<Math, kSilu, true>(u);
   const float positive = u < 0.f ? 0.f : u;

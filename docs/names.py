@@ -8,7 +8,9 @@ import inspect
 from typing import Any, NamedTuple
 
 SAME, DIFFERS = "same", "differs"
-_STATES = {"blackwell": "Blackwell only", "later": "not yet", "inside": "a part of FlashInfer"}
+_STATES = {
+    "blackwell": "Blackwell only", "fabric": "NVLink multicast", "later": "not yet", "inside": "a part of FlashInfer",
+}  # fmt: skip
 
 
 class Row(NamedTuple):

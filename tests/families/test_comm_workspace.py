@@ -46,6 +46,31 @@ def test_a_workspace_says_what_it_is() -> None:
         comm.create_allreduce_fusion_workspace(dtype=torch.float32, top_k=3, **sizes)
 
 
+def test_a_workspace_of_a_mapping() -> None:
+    """It has the sizes of FlashInfer's for multi-node NVLink, and serves the ranks of a host."""
+    tp, strategy = comm.Mapping(1, 0, tp_size=1), comm.trtllm_mnnvl_ar.MNNVLAllreduceFusionStrategy
+    workspace = comm.MNNVLAllReduceFusionWorkspace(tp, 300, 64, torch.bfloat16, comm_backend=OneRank())
+    assert workspace.backend == "mnnvl" and workspace.buffer_size_bytes == 2 * 300 * 64 * 2
+    needed = workspace.get_required_buffer_size_bytes
+    assert needed(4, 10, 64, torch.float16) == needed(4, 10, 64, torch.float16, strategy.ONESHOT) == 4 * 10 * 64 * 2
+    assert needed(4, 9, 64, torch.float16, strategy.TWOSHOT) == 2 * 12 * 64 * 2
+    assert needed(4, 1 << 14, 64, torch.float16) == 2 * (1 << 14) * 64 * 2  # above 1 MB of all ranks
+    assert workspace.is_buffer_size_sufficient(1, 600, 64, torch.bfloat16)
+    assert not workspace.is_buffer_size_sufficient(1, 601, 64, torch.bfloat16)
+    assert not workspace.is_buffer_size_sufficient(2, 1, 64, torch.bfloat16)
+    x = torch.randn(300, 64).bfloat16()
+    out = torch.full_like(x, torch.nan)
+    comm.allreduce_fusion(x, workspace, comm.AllReduceFusionPattern.kAllReduce, output=out)
+    assert torch.equal(out, x)
+    workspace.destroy()
+    sized = comm.MNNVLAllReduceFusionWorkspace(tp, buffer_size_in_bytes=1 << 20, comm_backend=OneRank())
+    assert sized.is_buffer_size_sufficient(1, 128, 4096, torch.bfloat16)
+    with pytest.raises(ValueError, match="max_num_tokens, hidden_dim and dtype must be given without buffer_size_in_b"):
+        comm.MNNVLAllReduceFusionWorkspace(tp, 8, comm_backend=OneRank())
+    with pytest.raises(ValueError, match="buffer_size_in_bytes must be 1 to 4294967295; got 0"):
+        comm.MNNVLAllReduceFusionWorkspace(tp, buffer_size_in_bytes=0, comm_backend=OneRank())
+
+
 def test_memory_of_a_rank_that_another_cannot_map_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank raises, unmaps the ranks that it has mapped, and frees its own."""
     done: list[str] = []

@@ -42,6 +42,7 @@ from fi_core.comm.trtllm_custom_ar import (
     trtllm_custom_all_reduce,
     trtllm_destroy_ipc_workspace_for_all_reduce,
 )
+from fi_core.comm.trtllm_mnnvl_ar import MNNVLAllReduceFusionWorkspace
 from fi_core.comm.ulysses import (
     UlyssesBackendDecision,
     UlyssesBackendError,
@@ -61,6 +62,7 @@ from fi_core.comm.vllm_ar import (
 from fi_core.comm.workspace import AllReduceFusionWorkspace, TRTLLMAllReduceFusionWorkspace
 
 __all__ = [
+    "MNNVLAllReduceFusionWorkspace",
     "AllReduceFusionOp",
     "AllReduceFusionPattern",
     "AllReduceFusionWorkspace",

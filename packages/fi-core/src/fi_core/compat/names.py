@@ -15,6 +15,7 @@ TOP = "."  # the package itself
 WHOLE = "*"  # the rest of a module
 _REASONS = {
     "blackwell": "is not in fi: its kernels are for Blackwell (sm_100 and later)",
+    "fabric": "is not in fi: it maps memory of NVLink multicast or of several hosts; here CUDA IPC maps it",
     "later": "is not in fi yet",
     "inside": "is not in fi: it is a part of how FlashInfer is built",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import statistics
@@ -118,6 +119,18 @@ def test_clone_keeps_strides_and_sharing() -> None:
     twin["a"][0, 0] = -1
     assert twin["b"][1][0][0, 0] == -1, "views of one storage share one copy"
     assert base[0, 0] == 0
+
+
+def test_copies_of_a_tree_are_freed_at_once() -> None:
+    """Weights of a large layer fit twice on a GPU, not three times."""
+    gc.collect()
+    gc.disable()
+    try:
+        copied = l2.clone_tree({"weights": [torch.ones(4)]})
+        del copied
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_touched_bytes_count_views_not_pools() -> None:

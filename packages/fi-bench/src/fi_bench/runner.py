@@ -107,7 +107,7 @@ class CaseRun:
                 say("WARNING", renamed)
             self._fill(name, found)
         except (SkipError, UnsupportedError, LibraryError) as skip:
-            reason = " ".join(str(skip).split())
+            reason = " ".join(str(skip).split()).rstrip(".")
             found |= {"status": "skipped", "reason": reason}
             say(
                 "WARNING", f"{typed} for routine {self.args.routine} is not supported on {_here()}: {reason}. Skipping."

@@ -5,12 +5,14 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from fi_bench.case import Inputs
+from fi_bench.case import Inputs, Tolerance
 from fi_bench.described import described, sizes_of
 
 if TYPE_CHECKING:
     import torch
 
+# CUDA kernels round the operands of products to bf16: of states near 1, errors of 0.004 were measured.
+_STATES = {"final_state": Tolerance(2e-2, 2e-2)}
 _HEADS = ("num_q_heads", "num_v_heads", "head_size")
 
 
@@ -127,12 +129,12 @@ CASES = (
     ),
     described(
         "gdn_prefill.chunk_gated_delta_rule", _prefill, None, _torch_prefill, op="chunk_gated_delta_rule",
-        which=lambda _, template: "gate:channel" not in template.tags, unsupported=_float_states,
+        which=lambda _, template: "gate:channel" not in template.tags, unsupported=_float_states, tolerance=_STATES,
     ),
     described(
         "gdn_prefill.chunk_gated_delta_rule", _prefill_channels, None, _torch_prefill, op="chunk_gated_delta_rule",
         routine="recurrent_kda_prefill", which=lambda _, template: "gate:channel" in template.tags,
-        unsupported=_gates_are_given,
+        unsupported=_gates_are_given, tolerance=_STATES,
     ),
     described("mamba.selective_state_update", _selective, None, _torch_selective, op="selective_state_update"),
 )  # fmt: skip

@@ -58,26 +58,28 @@ def touched_bytes(tree: Any) -> int:
 
 def clone_tree(tree: Any) -> Any:
     """Copies the tensors of a tree with their strides; views of one storage share one storage in the copy too."""
+    return _copied(tree, {})
+
+
+def _copied(node: Any, copies: dict[int, torch.UntypedStorage]) -> Any:
+    """`clone_tree` of a node. copies: the storages that are copied, by address. No inner function: it would be a cycle
+    that holds the copies until a collection.
+    """
     import torch
 
-    copies: dict[int, torch.UntypedStorage] = {}
-
-    def copy(node: Any) -> Any:
-        if isinstance(node, torch.Tensor):
-            storage = node.untyped_storage()
-            if storage.data_ptr() not in copies:
-                copies[storage.data_ptr()] = storage.clone()
-            twin = torch.empty(0, dtype=node.dtype, device=node.device)
-            return twin.set_(copies[storage.data_ptr()], node.storage_offset(), node.size(), node.stride())
-        if isinstance(node, dict):
-            return {key: copy(value) for key, value in node.items()}
-        if isinstance(node, tuple) and hasattr(node, "_fields"):
-            return type(node)(*map(copy, node))
-        if isinstance(node, list | tuple):
-            return type(node)(map(copy, node))
-        return node
-
-    return copy(tree)
+    if isinstance(node, torch.Tensor):
+        storage = node.untyped_storage()
+        if storage.data_ptr() not in copies:
+            copies[storage.data_ptr()] = storage.clone()
+        twin = torch.empty(0, dtype=node.dtype, device=node.device)
+        return twin.set_(copies[storage.data_ptr()], node.storage_offset(), node.size(), node.stride())
+    if isinstance(node, dict):
+        return {key: _copied(value, copies) for key, value in node.items()}
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*(_copied(value, copies) for value in node))
+    if isinstance(node, list | tuple):
+        return type(node)(_copied(value, copies) for value in node)
+    return node
 
 
 def calculate_rotation_count(

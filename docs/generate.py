@@ -169,7 +169,7 @@ def models() -> str:
     """The serving profiles: models by name, and what decides their kernels."""
     from fi_core.profiles import KV_DTYPES, MODELS
 
-    head = ("model", "heads", "head dim", "layers", "experts", "weights")
+    head = ("model", "heads", "head dim", "layers", "experts", "weights", "fp16")
     rows = [
         (
             f"`{name}`",
@@ -187,6 +187,7 @@ def models() -> str:
             or "-",
             f"{model.experts}, {model.activation}" if model.experts else "-",
             model.weights or model.dtype,
+            "yes" if model.serves_fp16 else "-",
         )
         for name, model in MODELS.items()
     ]
@@ -195,8 +196,9 @@ def models() -> str:
         "# Models",
         "",
         "The names that `fi_core.prepare` and `fi-core prebuild --model` take; they also take a folder with the",
-        "config.json of transformers. The binary packages hold every kernel of these models, for any page size, number",
-        f"of ranks, adapters and drafted tokens, with a KV cache of {caches}.",
+        "config.json of transformers. The binary packages hold every kernel of these models in bf16, and of dense",
+        "ones in fp16 too, as a column says, for any page size, tensor-parallel ranks of a host, adapters and",
+        f"drafted tokens, with a KV cache of {caches}. MLA has no e5m2 cache.",
         "",
         *table(head, rows),
         "",

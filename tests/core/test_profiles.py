@@ -53,17 +53,29 @@ def attention(model: Model, kv: str | None, page: int) -> Iterator[tuple[str, Si
         yield "BatchPrefillWithPagedKVCacheWrapper", {**heads, "qo_len": qo_len, "page_size": page, "kv_dtype": kv}
 
 
-def other(model: Model) -> Iterator[tuple[str, Sizes]]:
-    """The calls of a step that are not attention, at few and many tokens."""
+def products(model: Model, dtype: str) -> Iterator[tuple[str, Sizes]]:
+    """Quantization of tokens and products with 4-bit weights, and adapters, of few and of many tokens."""
+    nvfp4 = model.weights == "nvfp4"
+    for m in (1, 16, 64, 2048):
+        matrix = {"m": m, "n": 4096, "k": 4096}
+        if model.weights in ("nvfp4", "mxfp4"):
+            yield "nvfp4_quantize" if nvfp4 else "mxfp4_quantize", {"rows": m, "columns": 4096}
+            yield "mm_fp4", {**matrix, "use_nvfp4": nvfp4, "out_dtype": dtype}
+        for column_major in (True, False):
+            yield "SegmentGEMMWrapper", {**matrix, "num_weights": 8, "batch_size": 4, "column_major": column_major}
+
+
+def other(model: Model, dtype: str) -> Iterator[tuple[str, Sizes]]:
+    """The calls of a step that are neither attention nor products of weights, at few and many tokens."""
     for name in ("rmsnorm", "fused_add_rmsnorm"):
         yield name, {"batch_size": 8, "hidden_size": 4096}
     yield "silu_and_mul", {"batch_size": 8, "hidden_size": 4096}
     rope = {"nnz": 8, "num_qo_heads": model.num_qo_heads, "num_kv_heads": model.num_kv_heads, "rotary_dim": 64}
     yield "apply_rope_with_cos_sin_cache_inplace", {**rope, "head_size": model.head_dim}
     yield "append_paged_kv_cache", {}
-    for rows, dtype in itertools.product((1, 64), ("float32", "bfloat16")):
+    for rows, logits in itertools.product((1, 64), ("float32", dtype)):
         for name in ("sampling_from_logits", "top_k_top_p_sampling_from_logits"):
-            yield name, {"rows": rows, "vocab_size": 128256, "dtype": dtype}
+            yield name, {"rows": rows, "vocab_size": 128256, "dtype": logits}
     layer = {"num_experts": 128, "top_k": 8, "hidden_size": 2048, "intermediate_size": 768}
     for tokens in (1, 2, 8, 64, 256, 2048):
         if model.experts == "bf16":
@@ -80,24 +92,29 @@ def other(model: Model) -> Iterator[tuple[str, Sizes]]:
         yield "gated_delta_rule_mtp", heads
 
 
+# Others have the kernels of one of these.
 KINDS = ["llama-8b", "llama-1b", "gemma2-9b", "gemma2-27b", "gpt-oss-20b", "qwen3-30b-a3b", "qwen3-next-80b-a3b",
-         "qwen3-235b-a22b-fp8", "deepseek-v3"]  # fmt: skip  # others have the kernels of one of these
+         "qwen3-235b-a22b-fp8", "deepseek-v3", "llama-8b-nvfp4", "llama-8b-mxfp4"]  # fmt: skip
 KV_DTYPES = (None, "float8_e4m3fn", "float8_e5m2")
+SERVED = [(name, "bfloat16") for name in KINDS] + [(name, "float16") for name in KINDS if MODELS[name].serves_fp16]
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_serving_calls_are_shipped_and_listed(name: str) -> None:
+@pytest.mark.parametrize(("name", "dtype"), SERVED)
+def test_serving_calls_are_shipped_and_listed(name: str, dtype: str) -> None:
     """Each call is rehearsed; a kernel that no package has, or that `prebuild --model` does not list, is named."""
     model, shipped = MODELS[name], {a.id for a in aot.grid(("cubin",))}
     missing: set[str] = set()
     for kv, page in itertools.product(KV_DTYPES, (1, 16, 64, 128)):
         if model.latent and kv == "float8_e5m2":
             continue  # refused: no kernel reads it
-        options = Options(kv_dtype=kv, page_size=page)
+        options = Options(dtype, kv, page, lora=True)
         listed = set(iterate_specs(model, HOPPER, options))
-        calls = [*attention(model, kv, page), *(other(model) if (kv, page) == (None, 16) else ())]
+        calls = [*attention(model, kv, page)]
+        if (kv, page) == (None, 16):
+            calls += [*other(model, dtype), *products(model, dtype)]
         for function, sizes in calls:
-            for spec in chosen(HOPPER, function, sizes):
+            own = sizes if dtype == "bfloat16" or function == "mm_fp4" else {"dtype": dtype, **sizes}
+            for spec in chosen(HOPPER, function, own):
                 files = [artifact.id for artifact in sources.artifacts(spec)[1:]]
                 missing |= {f"not shipped: {function}: {file}" for file in files if file not in shipped}
                 if spec not in listed:
@@ -112,9 +129,9 @@ def test_every_listed_kernel_is_shipped() -> None:
     for (name, model), arch, kv in itertools.product(MODELS.items(), PREBUILT_ARCHS, profiles.KV_DTYPES):
         if model.latent and kv == "e5m2":
             continue
-        for tp, page in ((1, 16), (2, 1), (8, 64)):
-            tp = tp if model.num_qo_heads % tp == 0 else 1
-            options = Options(kv_dtype=kv, page_size=page, tp=tp, spec_tokens=4, lora=True)
+        dtypes = (None, "f16") if model.serves_fp16 else (None,)
+        for (tp, page), dtype in itertools.product(((1, 16), (2, 1), (8, 64)), dtypes):
+            options = Options(dtype, kv, page, tp, spec_tokens=4, lora=True)
             specs = iterate_specs(model, Target("cuda", arch), options)
             wrong |= {f"{name}: {a.id}" for spec in specs for a in sources.artifacts(spec)[1:] if a.id not in shipped}
     assert sorted(wrong) == []

@@ -52,6 +52,11 @@ class Model:
     weights: str = ""
     linear: bool = False
 
+    @property
+    def serves_fp16(self) -> bool:
+        """Whether packages hold its kernels for fp16 activations too."""
+        return not (self.experts or self.latent or self.linear or self.weights == "e4m3")
+
     @classmethod
     def of_config(cls, config: Any) -> Model:
         """The model of a transformers configuration, an object or a dict.
@@ -102,6 +107,8 @@ MODELS = {
     "llama-1b": Model(32, 8, 64),
     "llama-3b": Model(24, 8, 128),
     "llama-8b": Model(32, 8, 128),
+    "llama-8b-nvfp4": Model(32, 8, 128, weights="nvfp4"),
+    "llama-8b-mxfp4": Model(32, 8, 128, weights="mxfp4"),
     "llama-70b": Model(64, 8, 128),
     "mistral-7b": Model(32, 8, 128),
     "qwen3-0.6b": Model(16, 8, 128),
@@ -250,14 +257,16 @@ def calls(model: Model, options: Options = DEFAULT) -> Iterator[Call]:
     if model.weights:
         yield from _product_calls(model)
     if options.lora:
-        for major in ("k", "n"):
-            groups = {"a": model.dtype, "b": model.dtype, "out": model.dtype, "tiles": "groups", "b_major": major}
-            yield Call("gemm", "gemm", groups)
+        groups = {"a": model.dtype, "b": model.dtype, "out": model.dtype, "tiles": "groups"}
+        for m in (*SHORT_M, 129):
+            yield Call("gemm", "gemm", {**groups, "m": m})
+        yield Call("gemm", "gemm", {**groups, "b_major": "n"})
     if options.spec_tokens:
         yield Call("sampling", "chain_speculative", {})
     if options.tp > 1:
-        for output in ("sum", "norm"):
-            yield Call("comm", "all_reduce", {**one, "output": output})
+        forms = ("one_shot", "two_shot") if options.tp > 2 else ("one_shot",)  # by the size of the message
+        for output, form in itertools.product(("sum", "norm"), forms):
+            yield Call("comm", "all_reduce", {**one, "output": output, "form": form})
 
 
 def _cache_dtype(model: Model, options: Options) -> str:
@@ -328,7 +337,8 @@ def _product_calls(model: Model) -> Iterator[Call]:
         block, scale = (16, "e4m3") if model.weights == "nvfp4" else (32, "ue8m0")
         for m in (8, 16):
             yield Call("gemm", "gemm_fp4", {"out": model.dtype, "block": block, "m": m}, optional=True)
-        yield Call("gemm", "gemm", {"a": model.dtype, "b": model.dtype, "out": model.dtype})
+        yield Call("quantization", "block_dequantize", {"input": "e2m1", "out": "bf16", "scale": scale})
+        yield Call("gemm", "gemm", {"a": "bf16", "b": "bf16", "out": model.dtype})  # bf16 holds dequantized fp4 exactly
         yield Call("quantization", "block_quantize", {"dtype": model.dtype, "block": block, "scale": scale})
         return
     for m in (*SHORT_M, 129):
@@ -342,17 +352,15 @@ KV_DTYPES = (None, "e4m3", "e5m2")  # of the caches whose kernels packages ship
 
 @functools.cache
 def shipped() -> dict[str, tuple[dict[str, Any], ...]]:
-    """The requests of every model, by op, with each KV dtype; in bf16 also with adapters and drafted tokens.
+    """The requests of every model, by op, with each KV dtype, adapters, drafted tokens, on one rank and on eight.
 
-    Models without experts, latent caches, linear attention and quantized weights are also served in fp16.
+    Dense models of 16-bit or fp4 weights are also served in fp16.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    quantized = [Model(32, 8, 128, weights=weights) for weights in ("nvfp4", "mxfp4")]
-    for model, kv in itertools.product(dict.fromkeys((*MODELS.values(), *quantized)), KV_DTYPES):
-        is_plain = not (model.experts or model.latent or model.linear or model.weights)
+    for model, kv, tp in itertools.product(dict.fromkeys(MODELS.values()), KV_DTYPES, (1, 8)):
         if model.latent and kv == "e5m2":
             continue  # no kernel reads it
-        for dtype in (model.dtype, "f16") if is_plain else (model.dtype,):
-            for call in calls(model, Options(dtype, kv, spec_tokens=1, lora=dtype == "bf16")):
+        for dtype in (model.dtype, "f16") if model.serves_fp16 else (model.dtype,):
+            for call in calls(model, Options(dtype, kv, tp=tp, spec_tokens=1, lora=True)):
                 found.setdefault(call.op, {})[json.dumps(call.values, sort_keys=True)] = call.values
     return {op: tuple(values.values()) for op, values in found.items()}

@@ -1,5 +1,8 @@
 """hatchling build hook of the five packages: a bill of materials in each wheel, and binaries in those of `kinds`.
 
+`commit` adds the file COMMIT, which tells an installed package the commit of its sources. FI_GIT_COMMIT names that of a
+tree without a repository, such as an unpacked archive; sources with changes get no such file.
+
 `kinds` in [tool.hatch.build.targets.wheel.hooks.custom] names the artifacts that a wheel ships. They are compiled from
 fi_core and fi_kernels of the repository; an sdist gets copies of these. Nothing is compiled for an editable install,
 where the JIT serves live sources, and nothing is written into the tree, which would poison the next editable install.
@@ -45,7 +48,11 @@ def platform_tag(modules: Iterable[Path]) -> str:
 
 
 def origin(repository: Path) -> dict[str, str | None]:
-    """The commit and the git tree of a repository; None where it has changes, or is none."""
+    """The commit and the git tree of a repository; None where it has changes. Without one the commit is FI_GIT_COMMIT.
+
+    Raises:
+        ValueError: FI_GIT_COMMIT is no commit.
+    """
 
     def git(*words: str) -> str:
         return subprocess.run(
@@ -53,11 +60,16 @@ def origin(repository: Path) -> dict[str, str | None]:
         ).stdout.strip()
 
     try:
-        if Path(git("rev-parse", "--show-toplevel")) == repository.resolve() and not git("status", "--porcelain"):
+        if Path(git("rev-parse", "--show-toplevel")) == repository.resolve():
+            if git("status", "--porcelain"):
+                return {"commit": None, "tree": None}
             return {"commit": git("rev-parse", "HEAD"), "tree": git("rev-parse", "HEAD^{tree}")}
     except (OSError, subprocess.CalledProcessError):
         pass
-    return {"commit": None, "tree": None}
+    told = os.environ.get("FI_GIT_COMMIT")
+    if told and not re.fullmatch("[0-9a-f]{40}", told):
+        raise ValueError(f"FI_GIT_COMMIT: a commit of 40 hex digits is required; got {told!r}")
+    return {"commit": told or None, "tree": None}
 
 
 def _component(requirement: str, **more: Any) -> dict[str, Any]:
@@ -139,12 +151,14 @@ class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if version == "editable":
             return
         try:
-            if self.target_name == "sdist":
+            if self.config.get("commit"):
+                self._commit(build_data)
+            elif self.target_name == "sdist":
                 build_data["force_include"][str(self._scratch)] = self._sources()
-                return
-            if self.config.get("kinds"):
+            elif self.config.get("kinds"):
                 build_data["force_include"][str(self._scratch)] = self._artifacts(build_data)
-            build_data["sbom_files"].append(str(self._bill()))
+            if self.target_name == "wheel":
+                build_data["sbom_files"].append(str(self._bill()))
         except BaseException:
             self.finalize(version, build_data, "")
             raise
@@ -160,6 +174,16 @@ class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
     @property
     def _module(self) -> str:
         return str(self.metadata.name).replace("-", "_")
+
+    def _commit(self, build_data: dict[str, Any]) -> None:
+        """Adds COMMIT, at the top of an sdist, unless the sources are of no commit."""
+        copied = Path(self.root) / "COMMIT"
+        commit = copied.read_text().strip() if copied.is_file() else self._origin()["commit"]
+        if commit:
+            written = self._scratch / "COMMIT"
+            written.write_text(f"{commit}\n")
+            place = "COMMIT" if self.target_name == "sdist" else f"{self._module}/COMMIT"
+            build_data["force_include"][str(written)] = place
 
     def _bill(self) -> Path:
         """Writes the bill of materials of the wheel."""

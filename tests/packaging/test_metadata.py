@@ -78,7 +78,18 @@ def test_contents(wheels: dict[str, Path]) -> None:
         assert {f"{name}/py.typed", f"{name}/VERSION", f"{info}licenses/LICENSE"} <= names
         assert name != "fi_core" or "fi_core/__init__.pyi" in names
         extra = {n for n in names - files if not n.startswith((info, f"{name}/data/"))}
-        assert not extra, name
+        assert extra <= {"fi_core/COMMIT"}, name
+
+
+def test_the_commit(wheels: dict[str, Path]) -> None:
+    """A wheel of sources without changes tells their commit; others tell none. The index of binaries says the same."""
+    told = json.loads(data_of(wheels["fi_cubin"])["index.json"])["commit"]
+    with zipfile.ZipFile(wheels["fi_core"]) as archive:
+        written = archive.read("fi_core/COMMIT").decode().strip() if "fi_core/COMMIT" in archive.namelist() else None
+    assert written == told
+    code = "import fi_core; print(fi_core.__git_commit__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT / "docs")
+    assert done.stdout.strip() == (told or "unknown")
 
 
 def test_installed_packages_are_those_of_the_wheels(wheels: dict[str, Path]) -> None:

@@ -37,17 +37,22 @@ def fi_core_version() -> str:
 
 
 def _commit() -> str | None:
-    """Commit of the tree that fi_bench is imported from, with a + if it is not clean."""
-    here = Path(__file__).parent
+    """The commit of fi-core, with a + if it is of a checkout that has changes."""
+    import fi_core
+
+    here, commit = Path(fi_core.__file__).parent, fi_core.__git_commit__
+    if commit == "unknown":
+        return None
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=10, check=True)
         return done.stdout.strip()
 
-    try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    try:  # an installed package may lie in a repository of something else
+        has_changes = git("rev-parse", "HEAD") == commit and git("status", "--porcelain")
     except (OSError, subprocess.SubprocessError):
-        return None
+        has_changes = False
+    return commit[:12] + ("+" if has_changes else "")
 
 
 def _cpu_model() -> str:

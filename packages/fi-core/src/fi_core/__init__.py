@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 with open(__file__.rpartition("/")[0] + "/VERSION") as _file:
     __version__ = _file.read().strip()
-__git_commit__ = __git_version__ = "unknown"  # FlashInfer's names; builds are identified by content, not by commit
 
 # Where each public name lives; tools/stubs.py writes __init__.pyi from it.
 _MODULES: dict[str, tuple[str, ...]] = {
@@ -176,7 +175,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
 }
 _hook.install()
 _HOME = {name: f"fi_core.{module}" for module, names in _MODULES.items() for name in names}
-__all__ = ["__git_commit__", "__git_version__", "__version__", *_HOME]
+_REVISION = ("__git_commit__", "__git_version__")  # FlashInfer's names of the commit of a build
+__all__ = [*_REVISION, "__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
@@ -186,6 +186,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value
         return value
+    if name in _REVISION:
+        from fi_core.runtime.revision import commit
+
+        return commit()
     try:
         return importlib.import_module(f"fi_core.{name}")
     except ModuleNotFoundError as error:

@@ -124,6 +124,7 @@ def show_config(args: argparse.Namespace) -> Report:
     sections: dict[str, list[tuple[str, Any]]] = {
         "Version Info": [
             ("fi-core version", fi_core.__version__),
+            ("Commit", fi_core.__git_commit__),
             *((f"{n} version", version(n) or NONE) for n in SIBLINGS),
         ],
         "Torch Version Info": _torch(),
@@ -168,6 +169,7 @@ def facts() -> dict[str, dict[str, Any]]:
         },
         "Packages": {
             "fi-core": f"{fi_core.__version__} ({Path(fi_core.__file__).parent})",
+            "commit": fi_core.__git_commit__,
             **{name: version(name) or NONE for name in (*SIBLINGS, *OTHERS)},
         },
         "Torch": dict(_torch()),

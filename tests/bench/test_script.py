@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.test_cases import SMALL
 from bench.test_parsing import COMMANDS, SEED_LINES
@@ -95,6 +96,19 @@ def test_the_samples_have_a_line_of_each_routine() -> None:
 def test_each_line_is_checked_on_the_cpu(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(f"{small(line)} --backends cpu --refcheck -v")) == 0
     assert "refcheck ok" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("line", SEED_LINES)
+def test_each_line_is_checked_on_a_gpu(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it is written: each backend is right, or says which package it needs. The largest takes 110 GB."""
+    code = main([*shlex.split(line), "--refcheck", "--num_iters", "5", "-v"])
+    said = capsys.readouterr().out
+    if "OutOfMemoryError" in said and torch.cuda.get_device_properties(0).total_memory < 130 << 30:
+        pytest.skip("needs a larger GPU")
+    assert code == 0, said
+    skips = re.findall(r"is not supported on .*: (.*) Skipping\.", said)
+    assert "refcheck ok" in said and [skip for skip in skips if "pip install" not in skip] == []
 
 
 def test_the_script_needs_no_install_and_neither_do_its_workers() -> None:

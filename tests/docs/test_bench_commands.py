@@ -11,12 +11,10 @@ import pytest
 
 from bench.helpers import made, trials, write
 from bench.test_cases import SMALL
+from docs.pages import lines
 from fi_bench import backends, catalog, cli, parsing
 from fi_bench.cases import find
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [page for at in ("*.md", "packages/*/README.md", "benchmarks/*.md", "docs/**/*.md") for page in ROOT.glob(at)]
-FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.M | re.S)
 COMMAND = re.compile(r"(?:fi-bench|python3? (?:-m fi_bench|(?:benchmarks/)?flashinfer_benchmark\.py)) (.*)")
 SIZES = SMALL | {  # of routines by their description
     "attention.wrappers.batch_attention": "--batch_size 2 --kv_len 32 --num_prompts 1 --qo_len 4 --head_dim 64",
@@ -29,23 +27,9 @@ WORDS = {
     "...": "rmsnorm --batch_size 4 --hidden_size 64", "{path}": "ceilings.json", "OLD": "old", "NEW": "new",
 }  # fmt: skip
 ELSEWHERE = ("calibrate", "startup", "compare-trees")  # have tests of their own in tests/bench
-OF_THE_GUIDE = "squared_relu"  # a routine that test_adding_an_op adds to a copy, and runs
 
 
-def spans() -> list[str]:
-    """Lines of fenced blocks, with those that they go on in, and code between backticks."""
-    found = []
-    for page in PAGES:
-        text = page.read_text()
-        found += [line for block in FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()]
-        found += re.findall(r"`([^`]+)`", FENCE.sub("", text))
-    for source in ROOT.glob("packages/*/src/**/*.py"):
-        found += re.findall(r"`(fi-bench [^`]+)`", source.read_text())
-    return found
-
-
-LINES = sorted({shown[1] for span in spans() if (shown := COMMAND.fullmatch(" ".join(span.split())))} - {"..."})
-LINES = [line for line in LINES if OF_THE_GUIDE not in line]
+LINES = sorted({shown[1] for line in lines() if (shown := COMMAND.fullmatch(line))} - {"..."})
 RUNS = [line for line in LINES if line.startswith("--routine") and "-h" not in line.split()]
 # A verb alone names it, but `list` is a command.
 VERBS = [line for line in LINES if line == "list" or (not line.startswith("-") and " " in line and " -- " not in line)]

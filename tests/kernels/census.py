@@ -39,13 +39,18 @@ Census = Mapping[str, Mapping[str, int]]
 
 
 def units() -> dict[str, Spec]:
-    """The first configuration of each implementation that hands shared memory over by mbarriers."""
-    found: dict[tuple[str, str], Spec] = {}
-    for op in ops().values():
-        for spec in specs(op, TARGET):
-            if (op.name, spec.implementation) not in found and BLOCK in sources.headers(sources.artifacts(spec)[1]):
-                found[op.name, spec.implementation] = spec
-    return {spec.name: spec for spec in sorted(found.values(), key=lambda spec: spec.name)}
+    """Every unit of the packages that hands shared memory over by mbarriers."""
+    every = (spec for op in ops().values() for spec in specs(op, TARGET))
+    found = [spec for spec in every if BLOCK in sources.headers(sources.artifacts(spec)[1])]
+    return {spec.name: spec for spec in sorted(found, key=lambda spec: spec.name)}
+
+
+def sample() -> dict[str, Spec]:
+    """The first of each implementation of an op."""
+    first: dict[tuple[str, str], Spec] = {}
+    for spec in units().values():
+        first.setdefault((spec.op.name, spec.implementation), spec)
+    return {spec.name: spec for spec in first.values()}
 
 
 def of_ptx(text: str) -> Census:
@@ -77,8 +82,17 @@ def kept_census() -> dict[str, Census]:
     return found
 
 
+def as_text(counted: Mapping[str, Census]) -> str:
+    """JSON with a line for each kernel entry."""
+    units = []
+    for name, entries in counted.items():
+        lines = (f"  {json.dumps(entry)}: {json.dumps(counts)}" for entry, counts in entries.items())
+        units.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(units) + "\n}\n"
+
+
 if __name__ == "__main__":
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         counted = dict(zip(units(), map(of_ptx, threads.map(ptx, units().values()))))
-    KEPT.write_text(json.dumps(counted, indent=1) + "\n")
+    KEPT.write_text(as_text(counted))
     print(f"{KEPT}: {sum(map(len, counted.values()))} kernel entries", file=sys.stderr)

@@ -46,6 +46,7 @@ class Planted(NamedTuple):
 _MLA, _PRODUCER = "attention/mla/batch_mla_sm90.cuh", "attention/mla/mla_producer_sm90.cuh"
 _LOOP, _GEMM, _STORES = "gemm/mainloop_sm90.cuh", "gemm/gemm_sm90.cuh", "gemm/epilogue_tma_sm90.cuh"
 _FP8 = "attention/prefill/batch_prefill_fp8_sm90.cuh"
+_PASS_ON = "pass_on_warp(shared.v_pipeline, from.stage, shared.column_pipeline, to.stage, lane);"
 ERRORS = (
     Planted("wait", MLA, _MLA, "    shared.p_full.wait(number & 1);\n", "", ("barriers", "arrivals")),
     Planted("count", MLA, _PRODUCER, "p_full.init(kWarpgroup)", "p_full.init(kWarpgroup - 32)", ("arrivals", "waits")),
@@ -54,12 +55,12 @@ ERRORS = (
         "    release(at.stage, c.group);\n    warpgroup_sync(1 + c.group);\n", ("barriers", "patience"),
     ),
     Planted(
-        "barrier", MLA, _MLA, "    barrier_sync(3, 2 * kWarpgroup);\n    if (lane == 0) shared.q_empty.arrive();\n",
-        "    if (lane == 0) shared.q_empty.arrive();\n", ("barriers", "waits"),
+        "barrier", MLA, _MLA, "    barrier_sync(3, 2 * kWarpgroup);\n    if (lane == 0) shared.q_empty.arrive();",
+        "    if (lane == 0) shared.q_empty.arrive();", ("barriers", "waits"),
     ),
-    Planted("arrival", MLA, _MLA, "    shared.p_full.arrive();\n", "", ("patience",)),
-    Planted("fence", MLA, _MLA, "    fence_async_shared();\n    shared.p_full.arrive();\n",
-            "    shared.p_full.arrive();\n", ("arrivals",)),
+    Planted("arrival", MLA, _MLA, "    shared.p_full.arrive();", "", ("patience",)),
+    Planted("fence", MLA, _MLA, "fence_async_shared();    // order: writer: wgmma of", "// wgmma of",
+            ("arrivals",)),
     Planted("wait", GEMM, _LOOP, "      ring.pipeline.wait(at);\n", "", ("copies",)),
     Planted("count", GEMM, _GEMM, "ring.pipeline.init(1, kConsumers * 4)", "ring.pipeline.init(1, kConsumers * 4 - 1)",
             ("waited", "arrivals")),
@@ -67,8 +68,7 @@ ERRORS = (
             "      ring.release(at.stage);\n      ring.pipeline.wait(at);\n", ("waited", "patience")),
     Planted("barrier", FP8_GEMM, _STORES, "    staged[w][m_block].wait(phase);\n", "", ("arrivals",)),
     Planted("arrival", GEMM, _LOOP, "      if (k > 0) ring.release(before);\n", "", ("patience",)),
-    Planted("fence", FP8_GEMM, _STORES, "    fence_async_shared();\n    __syncwarp();\n", "    __syncwarp();\n",
-            ("arrivals",)),
+    Planted("fence", FP8_GEMM, _STORES, "    fence_async_shared();", "", ("arrivals",)),
     Planted("wait", PREFILL, _FP8, "        shared.column_pipeline.wait(column_at);\n", "", ("waits",)),
     Planted("count", PREFILL, _FP8, "column_pipeline.init(kTransposers, kConsumers)",
             "column_pipeline.init(kTransposers - 1, kConsumers)", ("waited", "arrivals")),
@@ -77,8 +77,7 @@ ERRORS = (
             ("waited", "patience")),
     Planted("barrier", PREFILL, _FP8, "      warpgroup_sync(1 + group);\n      if (thread == 0) shared.work_pipeline",
             "      if (thread == 0) shared.work_pipeline", ("waited", "waits")),
-    Planted("arrival", PREFILL, _FP8, "          shared.column_pipeline.commit(to.stage);\n", "", ("patience",)),
-    Planted("fence", PREFILL, _FP8, "        fence_async_shared();\n        __syncwarp();\n        if (lane == 0) {\n"
-            "          shared.v_pipeline.release(from.stage);", "        __syncwarp();\n        if (lane == 0) {\n"
-            "          shared.v_pipeline.release(from.stage);", ("arrivals",)),
+    Planted("arrival", PREFILL, _FP8, _PASS_ON, "shared.v_pipeline.release_warp(from.stage, lane);", ("patience",)),
+    Planted("fence", PREFILL, _FP8, _PASS_ON, "__syncwarp();\n        if (lane == 0) shared.v_pipeline.release("
+            "from.stage), shared.column_pipeline.commit(to.stage);", ("arrivals",)),
 )  # fmt: skip

@@ -112,27 +112,58 @@ def test_no_source_without_an_op() -> None:
     assert sorted(relative(p) for p in files_of(KERNELS / "csrc", ".cc") if p not in used) == []
 
 
-# Instructions that order shared memory for another proxy or thread: a proxy fence, an arrival at a raw barrier, and a
-# stage that one lane gives back for its warp. Pipelines and wrappers of include/fi/cuda own them; a line elsewhere says
-# why in a comment "// order: <rule>: <reason>", on it or within three lines above.
+# What orders shared memory for another proxy or thread: a proxy fence, an arrival at a raw barrier, and a stage that
+# one thread gives back for others. Pipelines and wrappers of include/fi/cuda own them; elsewhere a comment says why:
+# "// order: <rule>: <reason>", on the line or up to three lines above (docs/notes/synchronisation-order).
 RAW_ORDER = re.compile(
-    r"\bfence_async\w*\(|\.arrive(_at|_copies)?\("
-    r"|if \((\w+\.)?(lane|thread|threadIdx\.x % (32|128)) == 0[^;]*\.release\("
+    r"\bfence_async\w*\(|\b__threadfence\w*\(|\.arrive(_at|_copies)?\("
+    r"|\bif \([^;{}]*(== 0|leads\(\))[^;{}]*\)[^;{}]*\.release\("
+    r"|\bif \([^;{}]*(== 0|leads\(\))[^;{}]*\) \{[^{}]*\.release\("
 )
-ORDERED = re.compile(r"// order: \w+: \S")
-WITHOUT_A_REASON = 62  # lines; the number only falls
+RULES = {"writer", "waiter", "refill", "group", "lane", "thread", "cluster"}
+# Their instructions themselves, as text of inline assembly.
+ORDERING_PTX = re.compile(r"fence|membar|mbarrier|\bbar\.|barrier\.|\.(release|acquire|acq_rel)\b")
+
+
+def outside_of_the_blocks() -> list[Path]:
+    return [path for path in NATIVE if not path.is_relative_to(INCLUDE / "fi" / "cuda")]
+
+
+def unordered(text: str) -> list[str]:
+    """The lines of a source that order memory and give no reason of a known rule."""
+    lines, found = text.splitlines(), []
+    code = "\n".join(line.partition("//")[0] for line in lines)
+    for match in RAW_ORDER.finditer(code):
+        first, last = (code.count("\n", 0, at) for at in match.span())
+        words = re.findall(r"// order: (\w+): \S", "\n".join(lines[max(0, first - 3) : last + 1]))
+        if not RULES.intersection(words):
+            found.append(f"{first + 1}: {lines[first].strip()}")
+    return found
 
 
 def test_raw_ordering_outside_of_the_blocks_has_a_reason() -> None:
-    found = []
-    for path in files_of(INCLUDE, ".h", ".cuh"):
-        if path.is_relative_to(INCLUDE / "fi" / "cuda"):
-            continue
-        lines = path.read_text().splitlines()
-        for number, line in enumerate(lines):
-            code = line.partition("//")[0]
-            if RAW_ORDER.search(code) and not ORDERED.search("\n".join(lines[max(0, number - 3) : number + 1])):
-                found.append(f"{relative(path)}:{number + 1}: {code.strip()}")
-    assert len(found) <= WITHOUT_A_REASON, "\n".join(
-        [f"{len(found)} lines, of which a new one needs a reason:", *found]
-    )
+    found = [f"{relative(path)}:{line}" for path in outside_of_the_blocks() for line in unordered(path.read_text())]
+    assert not found, "\n".join(found)
+
+
+def test_what_orders_without_a_reason_is_found() -> None:
+    for text in (
+        "fence_async_shared();",
+        "full.arrive_copies();  // a comment",
+        "if (lane == 0) ring.release(1);",
+        "if (c.thread == 0 && last) {\n  x = 1;\n  ring.release(1);\n}",
+        "if (leads()) ring.release(1);",
+        "fence_async_shared();  // order: because: I say so",
+    ):
+        assert len(unordered(text)) == 1, text
+        assert unordered(f"// order: group: all have met\n{text}") == []
+    for text in ("ring.release_warp(1, lane);", "if (lane == 0) x = 1;\nring.release(1);", "// full.arrive();"):
+        assert unordered(text) == [], text
+
+
+def test_no_ordering_instruction_outside_of_the_blocks() -> None:
+    wrong = []
+    for path in outside_of_the_blocks():
+        for assembly in re.findall(r"\basm\b[^;]*?\(((?:\s*\"[^\"]*\")+)", path.read_text()):
+            wrong += [f"{relative(path)}: {assembly}"] if ORDERING_PTX.search(assembly) else []
+    assert not wrong, "\n".join(wrong)

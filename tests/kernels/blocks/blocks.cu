@@ -15,7 +15,7 @@ using E4m3 = __nv_fp8_e4m3;
 extern "C" __global__ void __launch_bounds__(256) copy_cp_async(const __grid_constant__ BlockParams p) {
   constexpr int kStages = 2, kTile = 128 * 4;  // floats: 16 bytes of each producer thread
   __shared__ alignas(16) float ring[kStages][kTile];
-  __shared__ fi::Pipeline<kStages> pipeline;
+  __shared__ fi::Pipeline<kStages, fi::Writer::kThreads, fi::Reader::kLoads> pipeline;
   if (threadIdx.x == 0) {
     pipeline.init(128, 128);
     fi::fence_barrier_init();

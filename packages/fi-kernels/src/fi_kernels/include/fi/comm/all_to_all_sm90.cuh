@@ -72,7 +72,7 @@ FI_DEVICE void all_to_all(const AllToAllParams& p) {
     const auto raise_flag = [&](int step) {
       const int item = first + step * stride, peer = peer_of(item);
       if (step < 0 || item >= items || peer == c.rank || exchange.failed) return;
-      fence_async();
+      fence_async();  // order: writer: copies have stored what the flag announces
       store_flag(p.bulk.flag(c, peer, exchange.epoch, inbox_of(c.rank, peer, c.world), item % p.chunks),
                  exchange.epoch + 1);
     };
@@ -103,7 +103,7 @@ FI_DEVICE void all_to_all(const AllToAllParams& p) {
           exchange.failed = true;
           return;
         }
-      fence_async();
+      fence_async();  // order: waiter: a copy reads what the flag announces
       ring.load(step,
                 p.bulk.data(c, c.rank, exchange.epoch) + inbox * p.now + static_cast<int64_t>(chunk) * p.chunk_bytes,
                 bytes_of(chunk));

@@ -26,7 +26,7 @@ FI_DEVICE void report_failure(const CommParams& p, CommError error, int32_t rank
   p.status->rank = static_cast<uint32_t>(rank);
   p.status->own_call = p.call;
   p.status->other_call = other;
-  __threadfence_system();
+  __threadfence_system();  // order: writer: the host sees these words before the error
   store_system_word(&p.status->error, error);
 }
 

@@ -95,12 +95,12 @@ FI_DEVICE void moe_dispatch(const MoeDispatchParams& p) {
     const int32_t sent = min(base[threadIdx.x], p.max_tokens) - min(before, p.max_tokens);
     if (sent) atomicAdd(&own->totals[threadIdx.x], static_cast<uint32_t>(sent));
   }
-  __threadfence_system();  // every thread's rows, before the count of CTAs
+  __threadfence_system();  // order: writer: every thread's rows, before the count of CTAs
   __syncthreads();
   if (threadIdx.x == 0) {
     const auto ready = static_cast<uint32_t>(count_device(reinterpret_cast<int*>(&own->arrived)));
     is_last = (ready & ~kEmpty) == gridDim.x - 1;
-    __threadfence_system();
+    __threadfence_system();  // order: waiter: what other CTAs have counted, before the flags of this one
   }
   __syncthreads();
   const int rank = static_cast<int>(threadIdx.x);

@@ -22,6 +22,7 @@ struct Fp4Mainloop {
   static constexpr int kParts = kTokenParts<T>, kColumns = kParts * kTokens;
   static constexpr int kGroups = kColumns <= 16 ? 4 : kColumns <= 32 ? 2 : 1;  // of 32 k with accumulators of their own
 
+  using Ring = Pipeline<kStages, Writer::kThreads, Reader::kBoth>;  // threads load weights and scales
   struct Operands {
     alignas(1024) char b[kStages][1][kRows * kLine];
     alignas(1024) char a[kStages][1][2 * kColumns * kLine];
@@ -33,13 +34,13 @@ struct Fp4Mainloop {
 
   Operands& operands;
   Scales& scales;
-  Pipeline<kStages>& pipeline;
+  Ring& pipeline;
   int steps;   // stages of a tile
   int groups;  // of 32 k
   uint64_t a;
   int row, word;  // of this lane: its first row, and the offset of its word in a row's first group
 
-  FI_DEVICE Fp4Mainloop(Operands& o, Scales& s, Pipeline<kStages>& p, int stages)
+  FI_DEVICE Fp4Mainloop(Operands& o, Scales& s, Ring& p, int stages)
       : operands(o),
         scales(s),
         pipeline(p),
@@ -64,15 +65,11 @@ struct Fp4Mainloop {
         multiply(block, words, at.stage, group);
       }
       add_block(sum, block, at.stage);
-      release(at.stage);
+      pipeline.release_warp(at.stage);
     }
   }
 
  private:
-  FI_DEVICE void release(int stage) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) pipeline.release(stage);
-  }
   // Eight weights of each of this lane's two rows, of each of kGroups groups.
   FI_DEVICE void load(unsigned (&words)[2 * kGroups], int stage, int group) const {
 #pragma unroll

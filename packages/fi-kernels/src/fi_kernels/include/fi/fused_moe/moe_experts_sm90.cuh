@@ -61,8 +61,8 @@ struct ExpertGemmKernel {
     ExpertPasses passes;
     SlotTable slots;
     int queue[kQueue];  // tiles of this CTA
-    Pipeline<kQueue> claims;
-    Pipeline<kStages> pipeline;
+    Pipeline<kQueue, Writer::kThreads, Reader::kLoads> claims;
+    typename Mainloop::Ring pipeline;
   };
   struct Tile {
     const ExpertGemm* gemm;
@@ -112,8 +112,7 @@ struct ExpertGemmKernel {
   FI_DEVICE bool next(PipelineState& at, Tile& tile) const {
     shared.claims.wait(at);
     const int index = shared.queue[at.stage];
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) shared.claims.release(at.stage);
+    shared.claims.release_warp(at.stage);
     at.advance(kQueue);
     return tile_at(index, tile);
   }
@@ -260,9 +259,7 @@ struct ExpertGemmKernel {
         if (lane < kScales) shared.scales.b[at.stage][b][lane] = scale;
       }
     }
-    fence_async_shared();
-    __syncwarp();
-    if (lane == 0) shared.pipeline.commit(at.stage);
+    shared.pipeline.commit_warp(at.stage, lane);
   }
   FI_DEVICE float (*token_scales(int stage)) [kTokens] {
     if constexpr (kBlockScales || Weights::kFp4)

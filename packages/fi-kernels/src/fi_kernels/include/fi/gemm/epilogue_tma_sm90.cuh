@@ -26,9 +26,9 @@ struct TmaStore {
   }
   // By whole warps, which have staged 64 rows.
   FI_DEVICE void commit(int warpgroup, int m_block) {
-    fence_async_shared();
+    fence_async_shared();  // order: writer: a TMA store reads what every lane has staged
     __syncwarp();
-    if (threadIdx.x % 32 == 0) staged[warpgroup][m_block].arrive();
+    if (threadIdx.x % 32 == 0) staged[warpgroup][m_block].arrive();  // order: lane: behind the fence of every lane
   }
   // By a thread: stores 64 rows.
   template <class Staging>
@@ -98,6 +98,7 @@ struct StoreTma : StoreRows<Tile, Out, true, 2> {
         for (int i = 0; i < 2; ++i) stores.store(*this, tile, i, phase);
         bulk_commit();
         bulk_wait_read<0>();
+        // order: thread: this thread's copies have read both places; for four warps, which have staged them
         ring.pipeline.empty[last_stage].arrive(4);
         stores.stored[warpgroup].arrive();
         phase ^= 1;
@@ -157,6 +158,7 @@ struct StoreTmaHalves {
           shared.store(*this, tile, i, phase);
           bulk_commit();
           bulk_wait_read<0>();
+          // order: thread: this thread's copies have read the stage; for four warps, which have staged it
           ring.pipeline.empty[Tile::kStages - kHeldStages + i].arrive(4);
         }
         phase ^= 1;

@@ -30,11 +30,12 @@ struct GemmFp4 {
 
   const GemmFp4Params& p;
   char* stages;
-  Pipeline<kMaxStages>& pipeline;
+  using Stages = Pipeline<kMaxStages, Writer::kThreads, Reader::kLoads>;
+  Stages& pipeline;
   int lane, warp, row, token;  // row, token: the first of the CTA
   int weight_bytes, stage_bytes;
 
-  FI_DEVICE GemmFp4(const GemmFp4Params& params, char* memory, Pipeline<kMaxStages>& barriers)
+  FI_DEVICE GemmFp4(const GemmFp4Params& params, char* memory, Stages& barriers)
       : p(params), stages(memory), pipeline(barriers) {
     lane = threadIdx.x % 32;
     warp = warp_index();
@@ -177,8 +178,7 @@ struct GemmFp4 {
         multiply<true>(sum, tokens, weights, scales, scale_at, count, mask);
       else
         multiply<false>(sum, tokens, weights, scales, scale_at, count, mask);
-      __syncwarp();
-      if (lane == 0) pipeline.release(at.stage);
+      pipeline.release_warp(at.stage, lane);
       at.stage += groups;
       if (at.stage >= p.stages) at.stage -= p.stages, at.phase ^= 1;
     }
@@ -302,7 +302,7 @@ template <class Out, class Scales, int kTokens>
 FI_DEVICE void gemm_fp4(const GemmFp4Params& p) {
   using Kernel = GemmFp4<Out, Scales, kTokens>;
   extern __shared__ uint4 memory[];
-  __shared__ Pipeline<Kernel::kMaxStages> pipeline;
+  __shared__ typename Kernel::Stages pipeline;
   Kernel(p, reinterpret_cast<char*>(memory) + shared_offset<1024>(memory), pipeline).run();
 }
 

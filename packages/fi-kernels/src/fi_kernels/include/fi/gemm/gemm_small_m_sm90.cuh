@@ -39,7 +39,7 @@ struct GemmSmallM {
     typename Mainloop::Operands operands;
     typename Output::Shared output;
     typename Mainloop::Scales scales;
-    Pipeline<kStages> pipeline;
+    typename Mainloop::Ring pipeline;
   };
 
   const GemmSm90Params& p;

@@ -26,7 +26,7 @@ struct BlockScales {
 
   alignas(16) float a[kScaleStages][kAny ? kScaleBlocks * kRows : 1];
   alignas(16) float b[kScaleStages][kScaleBlocks][kColumnScales];
-  Pipeline<kScaleStages> pipeline;
+  Pipeline<kScaleStages, Writer::kThreads, Reader::kLoads> pipeline;
 
   FI_DEVICE void init() {
     if (kAny) pipeline.init(32, Tile::kConsumers * 4);
@@ -185,8 +185,7 @@ struct Promote {
         }
       }
       if (kBlockScales) {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) shared.pipeline.release(scale_at.stage);
+        shared.pipeline.release_warp(scale_at.stage);
         scale_at.advance(Shared::kScaleStages);
       }
     }

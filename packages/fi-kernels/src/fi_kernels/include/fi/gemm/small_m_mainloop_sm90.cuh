@@ -25,6 +25,8 @@ struct SmallMMainloop {
   static constexpr int kReleases = kWarpgroups * (kBlockScales ? 4 : 1);  // arrivals of consumers on a stage
   static_assert(kStages >= 2, "a stage is released when the next one has arrived");
 
+  // Operands, and with block scales also these, which threads load.
+  using Ring = Pipeline<kStages, Writer::kThreads, kBlockScales ? Reader::kBoth : Reader::kProducts>;
   struct Operands {
     alignas(1024) char b[kStages][kBlocks][kRows * kLine];
     alignas(1024) char a[kStages][kBlocks][kTokens * kLine];
@@ -36,12 +38,12 @@ struct SmallMMainloop {
 
   Operands& operands;
   Scales& scales;
-  Pipeline<kStages>& pipeline;
+  Ring& pipeline;
   int steps;  // stages of a tile
   uint64_t a, b;
 
   // By consumers.
-  FI_DEVICE SmallMMainloop(Operands& o, Scales& s, Pipeline<kStages>& p, int stages)
+  FI_DEVICE SmallMMainloop(Operands& o, Scales& s, Ring& p, int stages)
       : operands(o),
         scales(s),
         pipeline(p),
@@ -79,12 +81,10 @@ struct SmallMMainloop {
   }
 
   FI_DEVICE void release(int stage) {
-    if constexpr (kBlockScales) {
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) pipeline.empty[stage].arrive();
-    } else {
-      if (threadIdx.x % 128 == 0) pipeline.empty[stage].arrive();
-    }
+    if constexpr (kBlockScales)
+      pipeline.release_warp(stage);
+    else
+      pipeline.release_warpgroup(stage);
   }
 
   FI_DEVICE void multiply(float (&sum)[kCount], PipelineState& at) {

@@ -32,12 +32,12 @@ struct GemmTileSm90 {
   };
   struct Ring {
     GemmTile tiles[kStages];  // of a stage that is the first of a tile
-    Pipeline<kStages> pipeline;
+    Pipeline<kStages, Writer::kCopies, Reader::kBoth> pipeline;
 
     // By a warp, which no longer reads the stage. held: what stores the tile releases it.
     FI_DEVICE void release(int stage, bool held = false) {
       __syncwarp();
-      if (threadIdx.x % 32 == 0 && !held) pipeline.release(stage);
+      if (threadIdx.x % 32 == 0 && !held) pipeline.release(stage);  // order: lane: as Pipeline::release_warp
     }
   };
 };

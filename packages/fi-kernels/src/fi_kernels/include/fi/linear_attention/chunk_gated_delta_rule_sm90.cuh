@@ -65,13 +65,16 @@ struct WgmmaProducts {
   }
   FI_DEVICE static unsigned rank() { return cluster_rank(); }
   // By one thread: tells the other CTA that it may write the stage of a chunk here.
-  FI_DEVICE static void give_stage(Arrivals& arrivals, int c) { arrivals.empty[c % 2].arrive_at(cluster_rank() ^ 1); }
+  FI_DEVICE static void give_stage(Arrivals& arrivals, int c) {
+    arrivals.empty[c % 2].arrive_at(cluster_rank() ^ 1);  // order: cluster: counts only; data completes bytes
+  }
   // By one thread: until this CTA may write it there. No chunk has had the first two stages.
   FI_DEVICE static void take_stage(Arrivals& arrivals, int c) {
     if (c >= 2) arrivals.empty[c % 2].wait((c / 2 + 1) % 2);
   }
 
-  // Makes this thread's writes and copies visible to wgmma and TMA.
+  // order: writer: by each thread before the barrier behind which wgmma and TMA see what it has stored or cp.async
+  // copied
   FI_DEVICE static void fence() { fence_async_shared(); }
   template <int kPending, int kCount>
   FI_DEVICE static void finish(float (&d)[kCount]) {

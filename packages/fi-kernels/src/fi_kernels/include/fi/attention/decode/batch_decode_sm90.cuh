@@ -57,11 +57,11 @@ struct DecodeTmaKernel {
     DecodeWorkTile work_tiles[kWorkStages];
     // K arrives before V; the stages of both are freed together. NVFP4 has no use for it: K and V arrive at once.
     Barrier k_full[kStages];
-    Pipeline<kStages> kv_pipeline;  // full: V has arrived
-    Pipeline<kWorkStages> work_pipeline;
-    Pipeline<1> output_pipeline;
+    Pipeline<kStages, Writer::kCopies, Reader::kLoads> kv_pipeline;  // full: V has arrived
+    Pipeline<kWorkStages, Writer::kThreads, Reader::kLoads> work_pipeline;
+    Pipeline<1, Writer::kThreads, Reader::kLoads> output_pipeline;
     Barrier partials_full;
-    Pipeline<kRangeStages> range_pipeline;
+    Pipeline<kRangeStages, Writer::kThreads, Reader::kLoads> range_pipeline;
     int ranges[kRangeStages];
     int last[2], stages;
     float bmm1;
@@ -378,8 +378,7 @@ struct DecodeTmaKernel {
           tile.template attend<true>(problem, shared.queries[work_at.stage][0], kv, key, from, to, values);
         else if (key < to && key + kWarpKeys > from)
           tile.template attend<false>(problem, shared.queries[work_at.stage][0], kv, key, from, to, values);
-        __syncwarp();
-        if (lane == 0) shared.kv_pipeline.release(stage);
+        shared.kv_pipeline.release_warp(stage, lane);
         stage += kGroups;
         if (stage >= shared.stages) stage -= shared.stages, ++pass;
       }

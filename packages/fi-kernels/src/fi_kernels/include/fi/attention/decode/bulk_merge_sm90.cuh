@@ -52,9 +52,11 @@ struct BulkEpilogueThreads : EpilogueThreads<kMaxDirect> {
     const int lane = this->thread % 32, warp = this->thread / 32;
     const int states = row == 0 ? kStates : 0, bytes = states + rows * epilogue.dim * 4;
     if (this->thread == 0) full.arrive_expect(from.count * bytes);
+    // order: writer: copies read partials, which other CTAs have stored and this thread has acquired
     fence_async_global();
-    fence_async_shared();  // the factors of the merge before lie where copies write, if groups of splits are merged
-                           // A bulk copy takes its warp a hundred cycles to issue, so all warps issue some.
+    // order: refill: the factors of the merge before lie where copies write, if groups of splits are merged
+    fence_async_shared();
+    // A bulk copy takes its warp a hundred cycles to issue, so all warps issue some.
 #pragma unroll 1
     for (int split = lane * kWarps + warp; split < from.count; split += kThreads) {
       const char* at = reinterpret_cast<const char*>(epilogue.partial_states(from.first + split * from.step));

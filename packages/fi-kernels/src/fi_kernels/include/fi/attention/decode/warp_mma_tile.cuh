@@ -350,7 +350,7 @@ struct WarpMmaTile {
         *reinterpret_cast<uint4*>(v + kv_tile.offset(first_key + key, chunk)) = make_uint4(0, 0, 0, 0);
     }
 #if __CUDA_ARCH__ >= 900
-    fence_async_shared();  // before a later bulk copy to the same address
+    fence_async_shared();  // order: refill: what this lane has stored is before a later copy to the same address
 #endif
     __syncwarp();
   }

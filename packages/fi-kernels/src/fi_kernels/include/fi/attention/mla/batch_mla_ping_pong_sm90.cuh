@@ -69,8 +69,8 @@ struct MlaPingPongKernel {
     float2 states[kConsumers][kRows];
     unsigned char exists[kStages][kKeys];
     MlaWorkTile work[2];  // index -1: no more
-    Pipeline<kStages> pipeline;
-    Pipeline<2> work_pipeline;
+    Pipeline<kStages, Writer::kThreads, Reader::kLoads> pipeline;
+    Pipeline<2, Writer::kThreads, Reader::kLoads> work_pipeline;
   };
 
   const BatchMlaParams& params;
@@ -184,14 +184,12 @@ struct MlaPingPongKernel {
         softmax(rows, begin + tile * kKeys, scale, at.stage, consumer, warp, lane);
         barrier_sync(1 + consumer, kConsumerThreads);
         add_values(o, at.stage, consumer, warp, lane);
-        __syncwarp();
-        if (lane == 0) shared.pipeline.release(at.stage);
+        shared.pipeline.release_warp(at.stage, lane);
       }
       used += tiles;
       store(s, o, rows, row0, consumer, warp, lane);
       if (!s.is_whole()) Merge{params, s, shared.merge, static_cast<int>(threadIdx.x), 0, 0}.run();
-      __syncwarp();
-      if (lane == 0) shared.work_pipeline.release(work_at.stage);
+      shared.work_pipeline.release_warp(work_at.stage, lane);
     }
   }
 

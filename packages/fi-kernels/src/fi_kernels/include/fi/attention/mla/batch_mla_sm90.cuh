@@ -91,7 +91,7 @@ struct MlaWgmmaKernel {
 #pragma unroll
       for (int i = 0; i < 128; ++i) o[i] = 0.f;
       shared.q_full.wait(use % 2);
-      fence_async_shared();
+      fence_async_shared();  // order: waiter: rows by cp.async, whose copiers have no fence behind them
       // KV tile j is that of warpgroup j % 2.
       int j = group;
 #pragma unroll 1
@@ -113,8 +113,7 @@ struct MlaWgmmaKernel {
         const int cta = first / kRows;
         Merge{params, s, scratch, static_cast<int>(threadIdx.x) - kWarpgroup, first, cta}.run();
       }
-      __syncwarp();
-      if (c.lane == 0) shared.work_pipeline.release(work_at.stage);
+      shared.work_pipeline.release_warp(work_at.stage, c.lane);
     }
   }
 
@@ -147,7 +146,10 @@ struct MlaWgmmaKernel {
     }
     score(x, c, at);
     if (kOrder == Order::kScoresFirst) add_other(c, j - 1, o, rows);
-    if (!kTma && params.sparse) drop_absent(x, at.stage, c.lane);
+    if (!kTma && params.sparse) {
+      drop_absent(x, at.stage, c.lane);
+      __syncwarp();  // all lanes have read `exists`
+    }
     release(at.stage, 2);
     softmax(x, rows, alpha, j, c.lane);
 #pragma unroll
@@ -180,7 +182,7 @@ struct MlaWgmmaKernel {
       rows.row_sum[h] *= alpha[h];
     }
     rescale(o, alpha);
-    fence_async_shared();
+    fence_async_shared();  // order: waiter: V may be of cp.async, for which the other warpgroup has waited
     const uint64_t values = wgmma_further(c.v, number % kStages * kStageBytes);
     wgmma_fence();
 #pragma unroll
@@ -197,7 +199,7 @@ struct MlaWgmmaKernel {
       const int part = Producer::part_of(c.group, n), blocks = n < 2 ? kPartBlocks : 1;
       const unsigned first = part * kPartBlocks * kBlock * 2;
       shared.full[at.stage][part].wait(at.phase);
-      if (!kTma && !exchanges()) fence_async_shared();
+      if (!kTma && !exchanges()) fence_async_shared();  // order: waiter: a fence of the producer waits for its loads
       wgmma_fence();
 #pragma unroll
       for (int b = 0; b < blocks; ++b)
@@ -273,8 +275,8 @@ struct MlaWgmmaKernel {
 #pragma unroll
       for (int h = 0; h < 2; ++h) shared.alpha[row + 8 * h] = alpha[h], shared.row_max[row + 8 * h] = rows.row_max[h];
     }
-    fence_async_shared();
-    shared.p_full.arrive();
+    fence_async_shared();    // order: writer: wgmma of the other warpgroup reads what this lane has stored
+    shared.p_full.arrive();  // order: thread: every thread arrives for its own stores
   }
 
   // Zeros keys [first, 64) of a stage that TMA has filled: tokens beyond the last may be NaN.
@@ -283,7 +285,7 @@ struct MlaWgmmaKernel {
 #pragma unroll
       for (int block = 0; block < kLatentBlocks; ++block)
         *reinterpret_cast<uint4*>(reinterpret_cast<char*>(shared.kv[stage][block]) + i * 16) = uint4{0, 0, 0, 0};
-    fence_async_shared();
+    fence_async_shared();  // order: writer: wgmma reads the zeros behind the barrier of the warpgroup
   }
 
   FI_DEVICE bool exchanges() const { return Producer{params, shared}.exchanges(); }
@@ -303,7 +305,7 @@ struct MlaWgmmaKernel {
     }
     __syncwarp();  // racecheck does not see the stores of single lanes before a named barrier without it
     barrier_sync(3, 2 * kWarpgroup);
-    if (lane == 0) shared.q_empty.arrive();
+    if (lane == 0) shared.q_empty.arrive();  // order: group: all warps have met behind their last wgmma
 #pragma unroll
     for (int h = 0; h < 2; ++h) total[h] = shared.row_sum[0][row + 8 * h] + shared.row_sum[1][row + 8 * h];
     barrier_sync(3, 2 * kWarpgroup);

@@ -44,8 +44,8 @@ struct MlaSwappedKernel {
     alignas(1024) char p[2][kQueryBytes];  // probabilities [16, 64 keys] of each warpgroup
     float tops[2][4][kRows];               // of the warps of a warpgroup
     MlaWorkTile work[2];                   // index -1: no more
-    Pipeline<kStages> pipeline;
-    Pipeline<2> work_pipeline;
+    Pipeline<kStages, Writer::kCopies, Reader::kProducts> pipeline;
+    Pipeline<2, Writer::kThreads, Reader::kLoads> work_pipeline;
     Barrier q_full, q_empty;
   };
 
@@ -133,7 +133,7 @@ struct MlaSwappedKernel {
           cp_async_16(to + block * kQueryBytes, nope + block * 64, valid);
         cp_async_16(to + kLatentBlocks * kQueryBytes, pe + chunk * 8, valid);
       }
-      shared.q_full.arrive_copies();
+      shared.q_full.arrive_copies();  // order: thread: every thread arrives for its own copies
     }
   }
 
@@ -170,7 +170,7 @@ struct MlaSwappedKernel {
         for (int i = 0; i < 8; ++i) o[m][i] = 0.f;
       const float scale = params.score_factor();
       shared.q_full.wait(use % 2);
-      fence_async_shared();
+      fence_async_shared();  // order: waiter: rows by cp.async, whose copiers have no fence behind them
 #pragma unroll 1
       for (int tile = 0; tile < tiles; ++tile, taken += kParts) {
         float x[8];
@@ -179,7 +179,7 @@ struct MlaSwappedKernel {
         const float4 alpha = softmax(x, rows, scale, tile, group, warp, lane);
         const int left = high - begin - tile * kKeys;
         if (left < kKeys) clear(taken, group, left, thread);
-        fence_async_shared();
+        fence_async_shared();  // order: writer: wgmma reads probabilities and zeros behind the barrier
         warpgroup_sync(1 + group);
         rescale(o, alpha);
         add_values(o, v, prob, taken, group);
@@ -190,15 +190,13 @@ struct MlaSwappedKernel {
       if (!s.is_whole()) Merge{params, s, shared.merge, static_cast<int>(threadIdx.x) - kWarpgroup, 0, 0}.run();
       __syncwarp();
       if (lane == 0) {
-        shared.q_empty.arrive();
+        shared.q_empty.arrive();  // order: lane: behind __syncwarp, and the wait for the last wgmma
         shared.work_pipeline.release(work_at.stage);
       }
     }
   }
 
-  FI_DEVICE void release(unsigned part) const {
-    if (threadIdx.x % 32 == 0) shared.pipeline.release(part % kStages);
-  }
+  FI_DEVICE void release(unsigned part) const { shared.pipeline.release_warp(part % kStages); }
 
   // x = k q^T: 64 keys by 16 queries.
   FI_DEVICE void score(float (&x)[8], uint64_t q, uint64_t k, unsigned taken) const {

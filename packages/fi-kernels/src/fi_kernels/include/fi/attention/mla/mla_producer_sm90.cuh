@@ -43,7 +43,7 @@ struct MlaProducer {
     MlaWorkTile work[2];                           // index -1: no more
     alignas(8) unsigned short exists[kStages][4];  // bit r: key 16 w + r of the stage exists; not by TMA
     Barrier full[kStages][kParts], empty[kStages][kParts], q_full, q_empty, p_full;
-    Pipeline<2> work_pipeline;
+    Pipeline<2, Writer::kThreads, Reader::kLoads> work_pipeline;
     MlaTileScheduler scheduler;  // of an e4m3 cache, where registers are few
   };
 
@@ -81,13 +81,14 @@ struct MlaProducer {
   FI_DEVICE int high(const MlaWorkTile& s, int first) const {
     return exchanges() ? params.high(s, first_row(s, 0), params.tile_rows) : params.high(s, first_row(s, first), kRows);
   }
-  // By a consumer warp: four of them, of each CTA that stores there, use a part last.
+  // By a consumer warp: four of them, of each CTA that stores there, use a part last. Its lanes have waited together
+  // for the wgmma that reads it, or are behind __syncwarp.
   FI_DEVICE void release(int stage, int part) const {
     const unsigned lane = threadIdx.x % 32;
     if (exchanges()) {
-      if (lane < 2) shared.empty[stage][part].arrive_at(lane);
+      if (lane < 2) shared.empty[stage][part].arrive_at(lane);  // order: cluster: counts only; data completes bytes
     } else if (lane == 0) {
-      shared.empty[stage][part].arrive();
+      shared.empty[stage][part].arrive();  // order: lane: as above
     }
   }
   // The order in which warpgroup j % 2 reads the parts of KV tile j.
@@ -133,7 +134,7 @@ struct MlaProducer {
     for (int use = 0; scheduler.next(s); ++use) {
       shared.q_empty.wait(use % 2 ^ 1);
       load_queries(s, first_row(s, first), static_cast<int>(threadIdx.x) - begin, threads);
-      shared.q_full.arrive_copies();
+      shared.q_full.arrive_copies();  // order: thread: every thread arrives for its own copies
     }
   }
 
@@ -207,7 +208,7 @@ struct MlaProducer {
       look_up(s.begin, next);
       shared.q_empty.wait(use % 2 ^ 1);
       load_queries(s, first_row(s, first), threadIdx.x, kWarpgroup);
-      shared.q_full.arrive_copies();
+      shared.q_full.arrive_copies();  // order: thread: every thread arrives for its own copies
       for (int tile = s.begin; tile * kKeys < high; ++tile) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) pages[i] = params.checked_page(next[i]);
@@ -243,10 +244,10 @@ struct MlaProducer {
             }
             if (lane == 0) {
               shared.exists[at.stage][threadIdx.x / 32] = static_cast<unsigned short>(exist);
-              shared.full[at.stage][part].arrive();
+              shared.full[at.stage][part].arrive();  // order: lane: the word of `exists` is of lane 0
             }
           }
-          shared.full[at.stage][part].arrive_copies();
+          shared.full[at.stage][part].arrive_copies();  // order: thread: consumers fence behind their wait
         }
         at.advance(kStages);
       }
@@ -301,7 +302,7 @@ struct MlaProducer {
       for (int i = 0; i < 2; ++i) rows.load_part(raw[i], now[i], 0, quad);
       shared.q_empty.wait(use % 2 ^ 1);
       load_queries(s, first_row(s, first), threadIdx.x, kWarpgroup);
-      shared.q_full.arrive_copies();
+      shared.q_full.arrive_copies();  // order: thread: every thread arrives for its own copies
       for (int tile = begin; tile * kKeys < high; ++tile) {
         char* stage = reinterpret_cast<char*>(shared.kv[at.stage]);
         // The rotary block was read first of the tile before in this stage.
@@ -315,7 +316,7 @@ struct MlaProducer {
           if (params.wide_rope) cp_async_16(ropes_to + next_chunk + i * 8 * 128, from + 16, exists);
         }
         if (params.wide_rope)
-          shared.full[at.stage][2].arrive_copies();
+          shared.full[at.stage][2].arrive_copies();  // order: thread: consumers fence behind their wait
         else
           cp_async_commit();
         // Lanes 0 to 15 ask whether their key exists.
@@ -324,7 +325,7 @@ struct MlaProducer {
         const unsigned exist = __ballot_sync(0xffffffffu, (lane < 8 ? page : other) >= 0);
         if (lane == 0) {
           shared.exists[at.stage][threadIdx.x / 32] = static_cast<unsigned short>(exist);
-          shared.full[at.stage][2].arrive();
+          shared.full[at.stage][2].arrive();  // order: lane: the word of `exists` is of lane 0
         }
         int part = part_of(tile - begin, 0);
 #pragma unroll
@@ -340,6 +341,7 @@ struct MlaProducer {
             rows.load_part(raw[i], now[i], next_part, quad);
             __syncwarp();  // else ptxas puts the loads behind the stores of the other key
           }
+          // order: waiter: behind __syncwarp; consumers fence, as MEMBAR before a fence here waits for the next loads
           if (lane == 0) shared.full[at.stage][part].arrive();
           if (n == 0 && !params.wide_rope) {  // this thread's bytes have arrived where their values will be
             cp_async_wait<0>();
@@ -350,13 +352,12 @@ struct MlaProducer {
               rows.store_dequantized({to, ropes_to + next_chunk + i * 8 * 128}, 0, *reinterpret_cast<const uint4*>(to),
                                      factor);
             }
-            shared.full[at.stage][2].arrive();
+            shared.full[at.stage][2].arrive();  // order: waiter: every thread, for its own stores; consumers fence
           }
         }
         at.advance(kStages);
       }
-      __syncwarp();
-      if (lane == 0) shared.work_pipeline.release(use % 2);
+      shared.work_pipeline.release_warp(use % 2, lane);
     }
     pdl_launch_dependents();
   }
@@ -401,7 +402,7 @@ struct MlaProducer {
       load(begin);
       shared.q_empty.wait(use % 2 ^ 1);
       load_queries(s, first_row(s, first), threadIdx.x, kWarpgroup);
-      shared.q_full.arrive_copies();
+      shared.q_full.arrive_copies();  // order: thread: every thread arrives for its own copies
       for (int tile = begin; tile * kKeys < high; ++tile) {
         const auto target = [&](int part) {
           char* to = reinterpret_cast<char*>(shared.kv[at.stage][part * kPartBlocks]);
@@ -409,7 +410,7 @@ struct MlaProducer {
         };
         // Shows what the warp has stored to its bulk copies and to wgmma of the consumers, which do not fence.
         const auto publish = [&] {
-          fence_async_shared();
+          fence_async_shared();  // order: writer: every lane for its own stores, then the warp meets
           __syncwarp();
         };
         // Eight rows of a block lie together. The other CTA sends as much as this one.
@@ -425,7 +426,7 @@ struct MlaProducer {
           if (threadIdx.x == 0)
             shared.full[at.stage][part].arrive_expect(blocks * kBlock);
           else
-            shared.full[at.stage][part].arrive();
+            shared.full[at.stage][part].arrive();  // order: lane: behind the fences of `publish`
         };
         const auto store_rope = [&] {
           shared.empty[at.stage][2].wait(at.phase);
@@ -452,8 +453,7 @@ struct MlaProducer {
         load(tile + 1);
         at.advance(kStages);
       }
-      __syncwarp();
-      if (lane == 0) shared.work_pipeline.release(use % 2);
+      shared.work_pipeline.release_warp(use % 2, lane);
     }
     pdl_launch_dependents();
   }

@@ -37,11 +37,11 @@ struct PrefillFp8Kernel {
     alignas(1024) T k[kKeyStages][kKeys * kPaddedQK];
     alignas(1024) T v[kValueStages][kKeys * kPaddedVO];
     alignas(1024) T columns[kColumnStages][kKeys * kDimVO];
-    Pipeline<kQueryStages> q_pipeline;
-    Pipeline<kKeyStages> k_pipeline;
-    Pipeline<kValueStages> v_pipeline;
-    Pipeline<kColumnStages> column_pipeline;
-    Pipeline<2> work_pipeline;
+    Pipeline<kQueryStages, Writer::kCopies, Reader::kProducts> q_pipeline;
+    Pipeline<kKeyStages, Writer::kThreads, Reader::kProducts> k_pipeline;
+    Pipeline<kValueStages, Writer::kThreads, Reader::kLoads> v_pipeline;
+    Pipeline<kColumnStages, Writer::kThreads, Reader::kProducts> column_pipeline;
+    Pipeline<2, Writer::kThreads, Reader::kLoads> work_pipeline;
     WorkTile work[2];
   };
 
@@ -161,12 +161,7 @@ struct PrefillFp8Kernel {
           transpose<true>(shared.v[from.stage], shared.columns[to.stage], keys, part);
         else
           transpose<false>(shared.v[from.stage], shared.columns[to.stage], keys, part);
-        fence_async_shared();
-        __syncwarp();
-        if (lane == 0) {
-          shared.v_pipeline.release(from.stage);
-          shared.column_pipeline.commit(to.stage);
-        }
+        pass_on_warp(shared.v_pipeline, from.stage, shared.column_pipeline, to.stage, lane);
       }
     });
   }
@@ -245,7 +240,7 @@ struct PrefillFp8Kernel {
         wgmma_shared<T, kDimQK>(s, q, kRows * 128, wgmma_uniform(wgmma_further(k, k_at.stage * sizeof(shared.k[0]))),
                                 kKeys * 128);
         wgmma_finish(s);
-        if (thread == 0) {
+        if (thread == 0) {  // order: group: as Pipeline::release_warpgroup, of both
           shared.k_pipeline.release(k_at.stage);
           if (j == begin) shared.q_pipeline.release(q_at.stage);
         }
@@ -265,16 +260,16 @@ struct PrefillFp8Kernel {
         for (int first = 0; first < kDimVO; first += kPartColumns) {
           wgmma_registers<__nv_fp8_e4m3, T>(part, weights, wgmma_further(columns, first * 32), 32 * kDimVO, false);
           wgmma_finish(part);
-          if (first + kPartColumns == kDimVO && thread == 0) shared.column_pipeline.release(column_at.stage);
+          if (first + kPartColumns == kDimVO) shared.column_pipeline.release_warpgroup(column_at.stage, thread);
 #pragma unroll
           for (int i = 0; i < kPartColumns / 2; ++i)
             o[first / 2 + i] = fmaf(o[first / 2 + i], alpha[i / 2 % 2], part[i]);
         }
       }
-      if (begin == end && thread == 0) shared.q_pipeline.release(q_at.stage);
+      if (begin == end) shared.q_pipeline.release_warpgroup(q_at.stage, thread);
       store(shared.work[work_at.stage], o, row_max, row_sum, row, lane);
       warpgroup_sync(1 + group);
-      if (thread == 0) shared.work_pipeline.release(work_at.stage);
+      if (thread == 0) shared.work_pipeline.release(work_at.stage);  // order: group: the warpgroup has met
     }
   }
 

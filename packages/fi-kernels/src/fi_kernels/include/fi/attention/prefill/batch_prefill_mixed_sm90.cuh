@@ -21,7 +21,8 @@ struct PrefillMixedKernel {
     alignas(1024) KV k[kRawStages][kKeys * kPaddedQK];
     alignas(1024) KV v[kRawStages][kKeys * kPaddedVO];
     typename Wide::Shared wide;
-    Pipeline<kRawStages> k_pipeline, v_pipeline;
+    using RawPipeline = Pipeline<kRawStages, Writer::kThreads, Reader::kLoads>;
+    RawPipeline k_pipeline, v_pipeline;
   };
 
   const BatchPrefillParams& p;
@@ -62,7 +63,7 @@ struct PrefillMixedKernel {
   // Plain loads read the fp8 tiles, so that rows copied by cp.async need no relay.
   template <int kDim, int kSize>
   FI_DEVICE void produce(const typename Wide::Producers& producers, const TensorMap& map, const GatheredRows& rows,
-                         KV (&to)[kRawStages][kSize], Pipeline<kRawStages>& pipeline, bool values) const {
+                         KV (&to)[kRawStages][kSize], typename Shared::RawPipeline& pipeline, bool values) const {
     if (p.copies.gathered)
       producers.template gather<kDim>(rows, to, pipeline.full, pipeline.empty, values);
     else
@@ -86,8 +87,8 @@ struct PrefillMixedKernel {
 
   // Each thread converts 8 columns at a time.
   template <int kDim>
-  FI_DEVICE static void convert(const KV* raw, Pipeline<kRawStages>& raw_pipeline, const PipelineState& from, T* to,
-                                Pipeline<kStages>& to_pipeline, const PipelineState& at) {
+  FI_DEVICE static void convert(const KV* raw, typename Shared::RawPipeline& raw_pipeline, const PipelineState& from,
+                                T* to, typename Wide::TilePipeline& to_pipeline, const PipelineState& at) {
     constexpr int kPieces = kDim / 8;
     raw_pipeline.wait(from);
     to_pipeline.acquire({at.stage, at.phase ^ 1});
@@ -100,12 +101,7 @@ struct PrefillMixedKernel {
           dequantize_pair(x.x, KV(), T()), dequantize_pair(x.x >> 16, KV(), T()), dequantize_pair(x.y, KV(), T()),
           dequantize_pair(x.y >> 16, KV(), T())};
     }
-    fence_async_shared();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      raw_pipeline.release(from.stage);
-      to_pipeline.commit(at.stage);
-    }
+    pass_on_warp(raw_pipeline, from.stage, to_pipeline, at.stage);
   }
 };
 

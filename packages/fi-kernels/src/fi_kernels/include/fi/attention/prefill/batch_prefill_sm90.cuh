@@ -43,15 +43,17 @@ struct PrefillKernel {
   static constexpr int kTileBytes = (kRows * kDimQK + kStages * kKeys * (kDimQK + kDimVO)) * sizeof(T);
   static constexpr int kQueryStages = kTileBytes + kRows * kDimQK * sizeof(T) <= kBytes ? 2 : 1;
 
+  // Of keys or values: filled by copies, or by warps that copy rows or convert fp8.
+  using TilePipeline = Pipeline<kStages, Writer::kThreads, Reader::kProducts>;
   // Tiles in the 128-byte swizzle: [dim / 64][rows][64], or keys and values [rows / 8][dim / 64][8][64] where copies
   // load whole rows.
   struct Shared {
     alignas(1024) T q[kQueryStages][kRows * kDimQK];
     alignas(1024) T k[kStages][kKeys * kDimQK];
     alignas(1024) T v[kStages][kKeys * kDimVO];
-    Pipeline<kQueryStages> q_pipeline;
-    Pipeline<kStages> k_pipeline, v_pipeline;
-    Pipeline<2> work_pipeline;
+    Pipeline<kQueryStages, Writer::kCopies, Reader::kProducts> q_pipeline;
+    TilePipeline k_pipeline, v_pipeline;
+    Pipeline<2, Writer::kThreads, Reader::kLoads> work_pipeline;
     WorkTile work[2];
   };
 
@@ -216,9 +218,9 @@ struct PrefillKernel {
       }
       if (kOverlapValues) {
         wgmma_finish(o);
-        if (values_running && thread == 0) shared.v_pipeline.release(before(taken % kStages));
+        if (values_running) shared.v_pipeline.release_warpgroup(before(taken % kStages), thread);
       }
-      if (begin == end && thread == 0) shared.q_pipeline.release(q_at.stage);
+      if (begin == end) shared.q_pipeline.release_warpgroup(q_at.stage, thread);
       if (any) {
         bool all = true;
         if (__builtin_expect(tile.num_splits > 1, 0))
@@ -226,7 +228,7 @@ struct PrefillKernel {
         if (all) store(shared.work[work_at.stage], o, row_max, row_sum, row, lane);
       }
       warpgroup_sync(1 + group);
-      if (thread == 0) shared.work_pipeline.release(work_at.stage);
+      if (thread == 0) shared.work_pipeline.release(work_at.stage);  // order: group: the warpgroup has met
     }
   }
 
@@ -343,10 +345,10 @@ struct PrefillKernel {
 
   // By all threads of a warpgroup. NOTE: takes a barrier; with a stage, ptxas schedules the mask otherwise.
   FI_DEVICE static void release(Barrier& empty) {
-    if (threadIdx.x % 128 == 0) empty.arrive();
+    if (threadIdx.x % 128 == 0) empty.arrive();  // order: group: as Pipeline::release_warpgroup
   }
   FI_DEVICE void release_keys(const Step& step) const {
-    if (threadIdx.x % 128 == 0) {
+    if (threadIdx.x % 128 == 0) {  // order: group: as Pipeline::release_warpgroup, of both
       shared.k_pipeline.release(step.at.stage);
       if (step.last_of >= 0) shared.q_pipeline.release(step.last_of);
     }
@@ -372,7 +374,7 @@ struct PrefillKernel {
       char* row = reinterpret_cast<char*>(v) + key / 8 * kValueGroup + key % 8 * 128;
       *reinterpret_cast<uint4*>(row + piece / 8 * kBlockBytes + piece % 8 * 16) = uint4{0, 0, 0, 0};
     }
-    fence_async_shared();
+    fence_async_shared();  // order: writer: wgmma reads the zeros behind the barrier
     warpgroup_sync(barrier);
   }
 

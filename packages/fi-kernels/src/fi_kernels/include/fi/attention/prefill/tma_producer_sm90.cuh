@@ -144,8 +144,7 @@ struct PrefillProducers {
       shared.work_pipeline.wait(at);
       const WorkTile work = shared.work[at.stage];
       if (work.tokens == 0) break;
-      __syncwarp();
-      if (leads()) shared.work_pipeline.release(at.stage);
+      shared.work_pipeline.release_warp(at.stage);
       copy_queries(work, use);
     }
   }
@@ -211,7 +210,7 @@ struct PrefillProducers {
         const Pages<1> pages(*this, tile, j, 0, values);  // they load while the stage is acquired
         empty[at.stage].wait(at.phase);
         gather_tile<kDim>(from, to[at.stage], tile, j, pages);
-        full[at.stage].arrive_copies();
+        full[at.stage].arrive_copies();  // order: thread: every lane arrives for its own copies
         at.advance(kStages);
       }
     });
@@ -276,13 +275,13 @@ struct PrefillProducers {
 
   // Passes tiles that this warp has copied on to wgmma. All copies of the tile must have landed.
   FI_DEVICE static void pass_on(Barrier& full) {
-    fence_async_shared();
+    fence_async_shared();  // order: writer: as Pipeline::commit_warp; barriers of a Pipeline cost registers (produce)
     __syncwarp();
-    if (threadIdx.x % 32 == 0) full.arrive();
+    if (threadIdx.x % 32 == 0) full.arrive();  // order: lane: behind the fence of every lane
   }
   // Waits for an empty stage. If `copied` (another tile) is not passed on, a wait that blocks passes it on first.
-  template <int kStages>
-  FI_DEVICE static void acquire(Pipeline<kStages>& pipeline, const PipelineState& at, bool& pending, Barrier& copied) {
+  template <class Ring>
+  FI_DEVICE static void acquire(Ring& pipeline, const PipelineState& at, bool& pending, Barrier& copied) {
     if (pending && !uniform(pipeline.empty[at.stage].test_wait(at.phase))) {
       cp_async_wait<0>();
       pass_on(copied);
@@ -307,8 +306,7 @@ struct PrefillProducers {
       shared.work_pipeline.wait(at);
       const Tile tile(p, shared.work[at.stage]);
       if (tile.tokens == 0) break;
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) shared.work_pipeline.release(at.stage);
+      shared.work_pipeline.release_warp(at.stage);
       body(tile);
     }
   }

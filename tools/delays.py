@@ -3,7 +3,8 @@
 A race that a quiet card hides changes results, or hangs, when single warps are slow. FI_DELAYS=<group> compiles device
 code with delays at one group of instructions (fi/cuda/ptx/delay.cuh). This command runs the cases of delays.txt once
 without delays and --repeats times with each group; inputs are the same, outputs hold NaN before each call. It needs a
-GPU and compiles each kernel once a group, so it takes minutes; the store (FI_CACHE_DIR) keeps what it compiles.
+GPU and compiles each kernel once a group, so it takes minutes; the store (FI_CACHE_DIR) keeps what it compiles, and
+--part 2/3 runs the second of three parts of the cases.
 
 Exit code 0: all bits are equal, nothing hung. 1: a case differs, hangs or fails. 2: usage.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import inspect
+import itertools
 import json
 import os
 import selectors
@@ -21,15 +24,25 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
+Outputs = dict[str, "torch.Tensor"]
+
 LINES = Path(__file__).with_suffix(".txt")
 SEED = 7
+
+
+class Call(NamedTuple):
+    """A prepared call: fresh inputs and poisoned outputs, what runs them, and what it has written and returned."""
+
+    inputs: Callable[[], Any]
+    run: Callable[[Any], Any]
+    outputs: Callable[[Any, Any], Outputs]
 
 
 class Outcome(NamedTuple):
@@ -46,11 +59,77 @@ def read(path: Path) -> list[str]:
     return [line for line in lines if line]
 
 
-def arguments(line: str) -> list[Namespace]:
-    """The points of a line, as fi-bench reads it."""
+def points(line: str, kind: str) -> Iterator[Callable[[], Call]]:
+    """What prepares each call of a line: a routine of fi-bench with its flags, or `call NAME size=value,...` of a
+    described function.
+    """
+    if line.startswith("call "):
+        _, name, *sizes = line.split()
+        given = {key: values.split(",") for key, _, values in (size.partition("=") for size in sizes)}
+        for each in itertools.product(*given.values()):
+            yield of_description(name, dict(zip(given, map(_value, each), strict=True)), kind)
+        return
     from fi_bench import parsing, sweep
 
-    return list(sweep.points(parsing.parse(["--random_seed", str(SEED), *line.split()])))
+    for args in sweep.points(parsing.parse(["--random_seed", str(SEED), *line.split()])):
+        yield of_case(args, kind)
+
+
+def _value(word: str) -> Any:
+    return {"True": True, "False": False}.get(word, int(word) if word.isdecimal() else word)
+
+
+def of_description(name: str, sizes: dict[str, Any], kind: str) -> Callable[[], Call]:
+    import torch
+
+    from fi_bench.case import Inputs
+    from fi_bench.runner import fresh
+    from fi_core.registry import described
+
+    found = described(name)
+    if found is None:
+        raise LookupError(f"no description of {name}")
+    arguments = found.template.sample(device=kind, generator=SEED, nasty=False, **sizes)
+    takes_out = "out" in inspect.signature(found.function).parameters
+
+    def prepare() -> Call:
+        run, own = found.bind(arguments), Inputs(found.own(arguments))
+        first: Any = run(**fresh(own)) if takes_out else None
+
+        def inputs() -> Inputs:
+            poisoned = {"out": torch.full_like(first, float("nan"))} if takes_out else {}
+            return Inputs({**fresh(own), **poisoned})
+
+        return Call(inputs, lambda given: run(**given), found.template.results)
+
+    return prepare
+
+
+def of_case(args: Namespace, kind: str) -> Callable[[], Call]:
+    import torch
+
+    from fi_bench import backends, cases, refcheck
+    from fi_bench.runner import fresh
+
+    case = cases.find(args.routine)
+    if case is None:
+        raise LookupError(f"fi-core has no {args.routine}")
+    device = torch.device(kind)
+    torch.manual_seed(SEED)
+    x = case.make(args, device, torch.Generator(device).manual_seed(SEED))
+    runner = backends.bind("auto", case, kind)
+
+    def prepare() -> Call:
+        run = runner.prepare(fresh(x))
+
+        def inputs() -> Any:
+            given = fresh(x)
+            refcheck.poison(given, case.poison)
+            return given
+
+        return Call(inputs, run, runner.outputs)
+
+    return prepare
 
 
 def checksum(outputs: dict[str, torch.Tensor]) -> str:
@@ -66,25 +145,12 @@ def checksum(outputs: dict[str, torch.Tensor]) -> str:
     return " ".join(found)
 
 
-def repeated(args: Namespace, repeats: int, kind: str) -> Iterator[str]:
+def repeated(prepare: Callable[[], Call], repeats: int) -> Iterator[str]:
     """Checksums of the outputs of the same call, made again and again on fresh inputs and poisoned outputs."""
-    import torch
-
-    from fi_bench import backends, cases, refcheck
-    from fi_bench.runner import fresh
-
-    case = cases.find(args.routine)
-    if case is None:
-        raise LookupError(f"fi-core has no {args.routine}")
-    device = torch.device(kind)
-    torch.manual_seed(SEED)
-    x = case.make(args, device, torch.Generator(device).manual_seed(SEED))
-    runner = backends.bind("auto", case, kind)
-    call = runner.prepare(fresh(x))
+    call = prepare()
     for _ in range(repeats):
-        inputs = fresh(x)
-        refcheck.poison(inputs, case.poison)
-        yield checksum(runner.outputs(inputs, call(inputs)))
+        inputs = call.inputs()
+        yield checksum(call.outputs(inputs, call.run(inputs)))
 
 
 def serve(repeats: int, device: str) -> None:
@@ -94,7 +160,7 @@ def serve(repeats: int, device: str) -> None:
     for number, line in (json.loads(task) for task in sys.stdin):
         try:
             sums = [
-                " / ".join(each) for each in zip(*(repeated(a, repeats, device) for a in arguments(line)), strict=True)
+                " / ".join(each) for each in zip(*(repeated(p, repeats) for p in points(line, device)), strict=True)
             ]
             answer: dict[str, Any] = {"line": number, "sums": sums}
         except Exception as error:  # whatever it is, it belongs to this case
@@ -170,6 +236,13 @@ def judged(reference: Outcome, delayed: Outcome) -> str:
     return f"{wrong} of {len(delayed.sums)} runs differ" if wrong else ""
 
 
+def _part(text: str) -> tuple[int, int]:
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise argparse.ArgumentTypeError(f"K/N with K from 1 to N is required; got {text!r}")
+    return int(number), int(of)
+
+
 def main(words: list[str]) -> int:
     from fi_core.runtime.build.compiler import DELAYS
 
@@ -180,6 +253,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once")
     parser.add_argument("--lines", type=Path, default=LINES, help="file of cases (delays.txt)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the command")
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="K/N", help="the K-th of N parts of the cases")
     parser.add_argument("--json", type=Path, help="write all checksums and failures here")
     parser.add_argument("--planted", action="store_true", help="put errors into copies of kernels; each must show")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -192,14 +266,15 @@ def main(words: list[str]) -> int:
 
 def compared(args: Namespace) -> int:
     """Every case with every group, in several processes."""
-    lines = dict(enumerate(read(args.lines)))
+    number, of = args.part
+    lines = {n: line for n, line in enumerate(read(args.lines)) if n % of == number - 1}
     groups = ["", *args.groups]
     each = max(1, args.jobs // len(groups))  # processes of a group
     start = time.monotonic()
 
     def share(group: str, part: int) -> tuple[str, list[Outcome], set[str]]:
         child = Child(group, args)
-        return group, child.run({n: line for n, line in lines.items() if n % each == part}), child.kernels
+        return group, child.run(dict(list(lines.items())[part::each])), child.kernels
 
     found: dict[str, dict[int, Outcome]] = {group: {} for group in groups}
     kernels: set[str] = set()

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 import delays
+from fi_bench import parsing, sweep
 from fi_core.aot import specs
-from fi_core.registry import ops
+from fi_core.registry import described, ops
 from fi_core.runtime.build import compiler, sources, toolchain
 from fi_core.runtime.errors import CompileError
+from fi_core.runtime.launch.operator import Rehearsal
 from fi_core.runtime.spec.op import Spec
 from kernels import census
 from kernels.kept import kept
@@ -21,12 +23,50 @@ from kernels.test_device_code import SERIALISED
 from planted import ERRORS
 
 COMMAND = Path(delays.__file__)
+# Units with mbarriers that no case runs, and why.
+NOT_RUN = {
+    "all_to_all_bulk_sm90_sm_90a": "it needs several ranks",
+    **{f"moe_experts_x_bf16_weight_u8_activation_SwigluBias_tokens_{n}_wgmma_sm90_sm_90a":
+       "activation Swiglu of the same kernel runs" for n in (8, 16, 32)},
+    **{f"moe_experts_x_bf16_weight_e4m3_activation_Swiglu_tokens_{n}_wgmma_sm90_sm_90a":
+       "a layer multiplies so many rows by `gemm`; tiles of 8 of the same kernel run" for n in (16, 32)},
+}  # fmt: skip
 
 
 def test_every_case_can_be_read() -> None:
     lines = delays.read(delays.LINES)
     assert len(lines) > 40
-    assert all(delays.arguments(line) for line in lines)
+    for line in lines:
+        words = line.split()
+        if words[0] == "call":
+            assert described(words[1]) and all("=" in word for word in words[2:]), line
+        else:
+            assert list(sweep.points(parsing.parse(words))), line
+
+
+@pytest.mark.slow
+def test_the_cases_run_every_unit() -> None:
+    """Every unit for Hopper in the packages whose warps hand shared memory over, as far as a rehearsal tells."""
+    reached: set[str] = set()
+    for line in delays.read(delays.LINES):
+        for prepare in delays.points(line, "cpu"):
+            with Rehearsal(census.TARGET, 132, 227 << 10) as rehearsal:  # of an H200
+                call = prepare()
+                call.run(call.inputs())
+            reached |= {choice.spec.name for choice, launched in rehearsal.calls if launched}
+    assert set(census.units()) - reached == set(NOT_RUN)
+
+
+def test_parts_are_all_of_the_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = tmp_path / "lines.txt"
+    lines.write_text("".join(f"call rmsnorm batch_size={n} hidden_size=64\n" for n in (1, 2, 3)))
+    for part, count in (("1/2", 2), ("2/2", 1)):
+        words = ["--device=cpu", "--groups", "waits", "--repeats=2", "--jobs=2", f"--lines={lines}", f"--part={part}"]
+        assert delays.main(words) == 0
+        assert f"{count} of {count} cases x 1 groups" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        delays.main(["--part=3/2"])
+    assert "K/N with K from 1 to N is required; got '3/2'" in capsys.readouterr().err
 
 
 def test_equal_runs_pass_and_a_case_that_does_not_run_fails(tmp_path: Path) -> None:

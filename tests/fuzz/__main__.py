@@ -37,6 +37,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--metadata", type=int, default=600, help="cases of wrong dtypes, shapes, strides, kinds")
     parser.add_argument("--contents", type=int, default=450, help="cases of wrong indices, lengths, values")
     parser.add_argument("--each", type=int, default=400, help="cases of one argument changed in one of a list of ways")
+    parser.add_argument("--numbers", type=int, default=220, help="calls with drawn sizes, judged by references in fp64")
     parser.add_argument("--seed", type=int, default=0, help="the number of the first case of each kind")
     parser.add_argument("--hours", type=float, help="cases of both kinds until that time is over")
     parser.add_argument("--case", action="append", default=[], metavar="KIND:SEED", help="this case alone, in full")
@@ -81,12 +82,16 @@ def names(given: argparse.Namespace, known: list[Any]) -> Iterator[str]:
         from fuzz import each
 
         yield from (f"each:{number}" for number in each.numbers(known, given.each, given.seed))
+    if given.hours is None:
+        yield from (f"numbers:{number}" for number in range(given.seed, given.seed + given.numbers))
     for i in itertools.count(given.seed):
         at, endless = i - given.seed, given.hours is not None
         if at < given.metadata or endless:
             yield f"metadata:{i}"
         if at < given.contents or endless:
             yield f"contents:{i}"
+        if endless:
+            yield f"numbers:{i}"
         if not endless and at >= max(given.metadata, given.contents):
             return
 

@@ -18,11 +18,11 @@ from fi_core.observe.checked import names
 from fi_core.observe.trace import TraceTemplate
 from fi_core.runtime.errors import BackendSupportedError, FiError, GPUArchitectureError, LibraryError, UnsupportedError
 from fi_core.runtime.launch.operator import operators
-from fuzz import each
+from fuzz import each, numbers
 from fuzz.calls import Arguments, Scenario, invoke
 from fuzz.hostile import Change, bits_of, contents, is_plain, metadata, tight
 
-KINDS = ("metadata", "contents", "each")
+KINDS = ("metadata", "contents", "each", "numbers")
 Record = dict[str, Any]
 Changes = Callable[[Callable[..., Any], Arguments], tuple[Arguments, dict[str, Change]]]
 Announce = Callable[[Record], None]
@@ -196,6 +196,8 @@ def parse(name: str) -> tuple[str, int]:
 def run(name: str, scenarios: list[Scenario], announce: Announce = lambda record: None) -> Record:
     """Runs a case. announce: told of the change before the call, which may not come back."""
     kind, seed = parse(name)
+    if kind == "numbers":
+        return {"case": name, **numbers.run(seed, announce=lambda change: announce({"case": name, **change}))}
     rng = Random(name)
     change: Changes
     if kind == "each":

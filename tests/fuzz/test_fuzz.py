@@ -159,10 +159,12 @@ def test_findings_of_one_cause_are_one_class(capsys: pytest.CaptureFixture[str])
 
 
 def test_the_cases_of_a_run() -> None:
-    assert list(names(options(["--metadata", "2", "--contents", "1", "--seed", "5"]), [])) == [
-        "metadata:5", "contents:5", "metadata:6",
+    assert list(names(options(["--metadata", "2", "--contents", "1", "--numbers", "2", "--seed", "5"]), [])) == [
+        "numbers:5", "numbers:6", "metadata:5", "contents:5", "metadata:6",
     ]  # fmt: skip
     assert list(names(options(["--case", "contents:7"]), [])) == ["contents:7"]
     for name in ("contents", "other:1", "metadata:-1", "metadata:x"):
-        with pytest.raises(ValueError, match="case: metadata, contents or each, a colon and a number are required"):
+        with pytest.raises(
+            ValueError, match="case: metadata, contents, each or numbers, a colon and a number are required"
+        ):
             case.parse(name)

@@ -213,6 +213,22 @@ def test_an_output_left_unwritten_is_found(monkeypatch: pytest.MonkeyPatch, caps
     assert "256 / 2048" in capsys.readouterr().out
 
 
+def test_a_result_of_an_earlier_call_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Behind the timing the same memory has other values."""
+    known: dict[int, torch.Tensor] = {}
+
+    def remembering(x: case.Inputs) -> torch.Tensor:
+        return known.setdefault(x.input.data_ptr(), norm.torch_plain(x))
+
+    replace_case(monkeypatch, "rmsnorm", torch=remembering)
+    assert main([*RMS, "--backends", "torch", "--refcheck", "--output_path", str(tmp_path / "r.jsonl")]) == 5
+    assert "Output mismatch between backends" in capsys.readouterr().out
+    (kept,) = record.read(tmp_path / "r.jsonl")
+    assert (kept["status"], kept["refcheck"]["after"]) == ("mismatch", "mismatch")
+
+
 def test_an_exception_costs_one_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def broken(x: case.Inputs) -> None:
         raise RuntimeError("no such thing")

@@ -379,6 +379,13 @@ MAMBA = (
     switch("varlen", "packed requests"),
     Flag("algorithm", "algorithm", str, "auto", metavar="NAME"),
 )
+CONV = (
+    number("batch_size", None, "sequences", True),
+    number("seq_len", 1, "tokens of a sequence"),
+    number("dim", None, "channels", True),
+    number("width", 4, "inputs of an output"),
+    dtype("input_dtype", "bfloat16"),
+)
 GDN = (
     number("batch_size", None, "requests", True),
     number("num_q_heads", 16, "query heads"),

@@ -1,4 +1,4 @@
-"""Selective state spaces (Mamba-2): the update of states by one or more tokens of each request."""
+"""Selective state spaces (Mamba-2): the short convolution, and the update of states by tokens of each request."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from fi_core.linear_attention.ops import selective_state_update as _update
 from fi_core.linear_attention.trace import SELECTIVE
+from fi_core.mamba.conv import causal_conv1d_fn, causal_conv1d_update
 from fi_core.observe.log import fi_api
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["selective_state_update"]
+__all__ = ["causal_conv1d_fn", "causal_conv1d_update", "selective_state_update"]
 
 _ALGORITHMS = ("auto", "simple", "vertical", "horizontal")
 _BACKENDS = ("auto", "flashinfer")

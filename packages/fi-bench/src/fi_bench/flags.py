@@ -379,6 +379,17 @@ MAMBA = (
     switch("varlen", "packed requests"),
     Flag("algorithm", "algorithm", str, "auto", metavar="NAME"),
 )
+RING = (
+    number("batch_size", None, "requests", True),
+    number("seq_len", 4, "new tokens of a request"),
+    number("ring", 12, "rows of a ring: the tokens that are replayed and the new ones"),
+    number("nheads", None, "heads", True),
+    number("dim", 64, "head dimension"),
+    number("dstate", 128, "state dimension"),
+    number("ngroups", 8, "groups"),
+    dtype("input_dtype", "bfloat16"),
+    dtype("state_dtype", "float32"),
+)
 CONV = (
     number("batch_size", None, "sequences", True),
     number("seq_len", 1, "tokens of a sequence"),

@@ -45,7 +45,38 @@ def _torch_conv_update(x: Inputs) -> Any:
     return _convolve(inputs, x.weight, x.bias), x.conv_state
 
 
+def _ring(p: Namespace) -> dict[str, Any]:
+    return sizes_of(
+        p, "batch_size", "seq_len", "ring", "nheads", "dim", "dstate", "ngroups", dtype="input_dtype",
+        state_dtype="state_dtype",
+    )  # fmt: skip
+
+
+def _torch_ring(x: Inputs) -> Any:
+    """Token after token, where no state is stored: of the plain description the held tokens leave room."""
+    import torch
+    from torch.nn.functional import silu, softplus
+
+    slots, tokens, ring = x.state_batch_indices.long(), x.x.shape[1], x.x_cache.shape[2]
+    group, held = x.x.shape[2] // x.B.shape[2], int(x.prev_num_accepted_tokens[0])
+    rows = (x.ring_start[slots, None] + torch.arange(held + tokens, device=slots.device)) % ring
+    own, new = slots[:, None], rows[:, held:]
+    x.x_cache[own, :, new], x.B_cache[own, :, new] = x.x, x.B
+    x.dt_cache[own, :, new] = softplus(x.dt[..., 0].float() + x.dt_bias[:, 0])
+    state = x.state[slots].float()
+    for j in range(held + tokens):
+        at = slots, slice(None), rows[:, j]
+        step, b = x.dt_cache[at][..., None, None], x.B_cache[at].float().repeat_interleave(group, 1)[:, :, None]
+        state = state * (step * x.A).exp() + step * x.x_cache[at].float()[..., None] * b
+        if j >= held:
+            t = j - held
+            y = (state * x.C[:, t].float().repeat_interleave(group, 1)[:, :, None]).sum(-1)
+            x.out[:, t] = (y + x.D * x.x[:, t].float()) * silu(x.z[:, t].float())
+    return x.out, x.state, x.x_cache, x.B_cache, x.dt_cache
+
+
 CASES = (
     described("mamba.causal_conv1d_fn", _conv, None, _torch_conv, op="causal_conv1d"),
     described("mamba.causal_conv1d_update", _conv, None, _torch_conv_update, op="causal_conv1d"),
+    described("mamba.checkpointing_ssu", _ring, None, _torch_ring, op="checkpointing_ssu"),
 )

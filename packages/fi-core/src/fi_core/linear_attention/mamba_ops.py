@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fi_core.runtime.launch.operator import operator
-from fi_core.runtime.spec.constraint import ON_CPU, at_least
+from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least
 from fi_core.runtime.spec.dtype import DTYPES
-from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
+from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 
 _FLOATS = ("bf16", "f16", "f32")
 
@@ -44,3 +44,48 @@ CAUSAL_CONV1D = Op(
 )
 
 causal_conv1d = operator(CAUSAL_CONV1D)
+
+
+class RingConfig(NamedTuple):
+    rows: int  # of a state, of a CTA
+
+
+def _ring_unit(name: str, params: str, axes: Values) -> Unit:
+    """A lane has 64 numbers of a state, as many as leave an SM four CTAs."""
+    dtype, state, columns = DTYPES[axes["dtype"]], DTYPES[axes["state"]], axes["dstate"]
+    rows = min(4, 512 // columns)  # of a lane
+    cta_rows = 16 * rows
+    size = 4 * (3 * _RING_TOKENS * columns + 2 * _RING_TOKENS * (cta_rows + 2)) + 16
+    body = f"{name}<{dtype.device}, {state.device}, {columns}, {rows}, {size}>"
+    entry = Entry(name, body, 128, RingConfig(cta_rows), size, ctas_per_sm=4 if columns <= 128 else 3)
+    return Unit(f"fi/linear_attention/{name}.cuh", params, (entry,))
+
+
+def _checkpointing_unit(axes: Values) -> Unit:
+    return _ring_unit("checkpointing_ssu", "CheckpointingSsuParams", axes)
+
+
+_RING_TOKENS = 16  # that are replayed, and that are new
+_RING_AXES: dict[str, Any] = {"dtype": ("bf16", "f16"), "state": ("f32", "bf16", "f16"), "dstate": (64, 128, 256)}
+_RING_FIELDS = {
+    "dtype": Field(("bf16", "f16"), "bf16"),
+    "state": Field(("f32", "bf16", "f16"), "f32"),
+    "dstate": Field(None, 128),
+}
+_RING_STATES = (*at_least(80), Constraint("dstate", "in", (64, 128, 256)))
+CHECKPOINTING_SSU = Op(
+    name="checkpointing_ssu",
+    family="linear_attention",
+    arguments="Tensor(a!) out, Tensor(b!) state, Tensor(c!) x_cache, Tensor(d!) B_cache, Tensor(e!) dt_cache, "
+    "Tensor ring_start, Tensor prev_num_accepted_tokens, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, "
+    "Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, "
+    "Tensor? state_batch_indices=None, int pad_slot_id=-1, Tensor? cu_seqlens=None, int max_seqlen=0, "
+    "bool? enable_pdl=None",
+    fields=_RING_FIELDS,
+    axes=_RING_AXES,
+    config=RingConfig,
+    implementations=(Implementation("cpu", ON_CPU), Implementation("cuda_core", _RING_STATES, _checkpointing_unit)),
+    prebuilt=({"dtype": "bf16"},),
+)
+
+checkpointing_ssu = operator(CHECKPOINTING_SSU)

@@ -158,3 +158,131 @@ CONV_UPDATE = TraceTemplate(
     ),
     description="Causal depthwise convolution with silu over the new tokens of each request.",
 )
+
+
+def _checkpointing_reference(  # type: ignore[no-untyped-def]
+    state, x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, x, dt, A, B, C, D, z, dt_bias,
+    state_batch_indices, dt_softplus=False,
+):  # fmt: skip
+    import torch
+
+    batch, tokens = x.shape[:2]
+    ring, group = x_cache.shape[2], x.shape[2] // B.shape[2]
+    output, pool = x.double(), state.double()
+    rings = [t.clone() for t in (x_cache, B_cache, dt_cache)]
+    for i in range(batch):
+        slot = int(state_batch_indices[i])
+        if slot < 0:
+            continue  # rows of padding are not written
+        held = int(prev_num_accepted_tokens[slot])
+        s = pool[slot].clone()
+        for j in range(held + tokens):
+            row, t = (int(ring_start[slot]) + j) % ring, j - held
+            if t == 0 and held + 2 * tokens > ring:
+                pool[slot] = s
+            if t >= 0:
+                step = dt[i, t, :, 0].double() + dt_bias[:, 0].double()
+                rings[0][slot, :, row], rings[1][slot, :, row] = x[i, t], B[i, t]
+                rings[2][slot, :, row] = torch.nn.functional.softplus(step) if dt_softplus else step
+            value, key = rings[0][slot, :, row].double(), rings[1][slot, :, row].double().repeat_interleave(group, 0)
+            step = rings[2][slot, :, row].double()[:, None, None]
+            s = s * torch.exp(step * A.double()) + step * value[..., None] * key[:, None]
+            if t >= 0:
+                y = (s * C[i, t].double().repeat_interleave(group, 0)[:, None]).sum(-1) + D.double() * value
+                output[i, t] = y * torch.nn.functional.silu(z[i, t].double())
+    return output, pool, *rings
+
+
+@sized(
+    dtype="bfloat16", state_dtype="float32", batch_size=3, seq_len=4, ring=12, nheads=4, dim=64, dstate=128, ngroups=2,
+    dt_softplus=True,
+)  # fmt: skip
+def _make_checkpointing(draw: Draw, s: Any) -> dict[str, Any]:
+    """Of each slot some tokens are held: as many as a server has on average."""
+    slots, tokens, heads = s.batch_size, (s.batch_size, s.seq_len), (s.nheads, s.dim)
+    room = s.ring - s.seq_len
+
+    def of_heads(x: Any, *shape: int) -> Any:
+        return x.view(*x.shape, *[1] * (len(shape) - x.ndim)).expand(shape)
+
+    held = draw.integers(0, room + 1, (slots,)) if draw.nasty else draw.integers(s.seq_len, s.seq_len + 1, (slots,))
+    x, z = (draw.rows(draw.normal((*tokens, *heads), s.dtype)) for _ in range(2))
+    b, c = (draw.rows(draw.normal((*tokens, s.ngroups, s.dstate), s.dtype)) for _ in range(2))
+    return {
+        "state": draw.rows(draw.normal((slots, *heads, s.dstate), s.state_dtype)),
+        "x_cache": draw.rows(draw.normal((slots, s.nheads, s.ring, s.dim), s.dtype)),
+        "B_cache": draw.rows(draw.normal((slots, s.ngroups, s.ring, s.dstate), s.dtype)),
+        "dt_cache": draw.normal((slots, s.nheads, s.ring), "float32").abs(),
+        "ring_start": draw.integers(0, s.ring, (slots,)),
+        "prev_num_accepted_tokens": held,
+        "x": x,
+        "dt": of_heads(draw.normal((*tokens, s.nheads), s.dtype).abs(), *tokens, *heads),
+        "A": of_heads(-draw.normal((s.nheads,), "float32").abs(), *heads, s.dstate),
+        "B": b,
+        "C": c,
+        "out": draw.rows(draw.normal((*tokens, *heads), s.dtype)),
+        "D": of_heads(draw.normal((s.nheads,), "float32"), *heads),
+        "z": z,
+        "dt_bias": of_heads(draw.normal((s.nheads,), "float32").abs(), *heads),
+        "dt_softplus": s.dt_softplus,
+        "state_batch_indices": draw.permutation(slots),
+    }
+
+
+def _checkpointing_work(arguments: Mapping[str, Any]) -> Work:
+    """Reads the states of the batch, inputs and held tokens, writes outputs and rings; and the states where it must."""
+    state, x, b = (arguments[name] for name in ("state", "x", "B"))
+    held, ring = arguments["prev_num_accepted_tokens"], arguments["x_cache"].shape[2]
+    slots, tokens = arguments["state_batch_indices"].long(), x.shape[1]
+    moved = nbytes(x, b) * 2 + nbytes(*(arguments[name] for name in ("C", "z", "out")))
+    each = (x[:1, :1].numel() + b[:1, :1].numel()) * x.element_size()  # of a held token
+    stored = int((held[slots] + 2 * tokens > ring).sum())
+    replayed = int(held[slots].sum())
+    states = (slots.numel() + stored) * state[:1].numel() * state.element_size()
+    return Work(6 * state[:1].numel() * (slots.numel() * tokens + replayed), states + moved + replayed * each)
+
+
+CHECKPOINTING = TraceTemplate(
+    "mamba_ssu",
+    name_prefix="checkpointing_ssu",
+    axes={
+        **{name: Var() for name in ("batch_size", "seq_len", "num_slots", "ring_len")},
+        "nheads": Const(abbrev="h"),
+        "dim": Const(abbrev="d"),
+        "dstate": Const(abbrev="s"),
+        "ngroups": Const(abbrev="ng"),
+    },
+    inputs={
+        **tensors(state="num_slots nheads dim dstate", x_cache="num_slots nheads ring_len dim"),
+        **tensors(B_cache="num_slots ngroups ring_len dstate", dt_cache="num_slots nheads ring_len"),
+        **tensors(ring_start="num_slots", prev_num_accepted_tokens="num_slots"),
+        **tensors(x="batch_size seq_len nheads dim", dt="batch_size seq_len nheads dim", A="nheads dim dstate"),
+        **tensors(B="batch_size seq_len ngroups dstate", C="batch_size seq_len ngroups dstate", D="nheads dim"),
+        **tensors(z="batch_size seq_len nheads dim", dt_bias="nheads dim", state_batch_indices="batch_size"),
+        **options(bool="dt_softplus"),
+    },
+    outputs={
+        "output": Tensor(["batch_size", "seq_len", "nheads", "dim"], param="out", dtype_from="x"),
+        "state": Tensor(["num_slots", "nheads", "dim", "dstate"], param="state", dtype_from="state"),
+        "x_cache": Tensor(["num_slots", "nheads", "ring_len", "dim"], param="x_cache", dtype_from="x"),
+        "B_cache": Tensor(["num_slots", "ngroups", "ring_len", "dstate"], param="B_cache", dtype_from="x"),
+        "dt_cache": Tensor(["num_slots", "nheads", "ring_len"], param="dt_cache", dtype="float32"),
+    },
+    reference=_checkpointing_reference,
+    op="checkpointing_ssu",
+    make=_make_checkpointing,
+    samples=samples(
+        {
+            "dtype": ("bfloat16", "float16"),
+            "state_dtype": ("float32", "bfloat16"),
+            "seq_len, ring, dim, dstate": ((4, 16, 64, 128), (1, 5, 40, 64), (6, 16, 16, 256)),
+        }
+    ),
+    work=_checkpointing_work,
+    tolerance={"state": (1e-2, 1e-2)},
+    others=words(
+        "pad_slot_id state_scale rand_seed philox_rounds d_split cu_seqlens max_seqlen cb_scaled cumAdt_vec cb_old",
+        "precompute_heads_per_cta algorithm enable_pdl",
+    ),
+    description="Mamba-2: new tokens from a state and a ring of the inputs behind it.",
+)

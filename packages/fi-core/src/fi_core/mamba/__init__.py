@@ -6,13 +6,20 @@ from typing import TYPE_CHECKING
 
 from fi_core.linear_attention.ops import selective_state_update as _update
 from fi_core.linear_attention.trace import SELECTIVE
+from fi_core.mamba.checkpointing_ssu import allocate_checkpointing_ssu_scratch, checkpointing_ssu
 from fi_core.mamba.conv import causal_conv1d_fn, causal_conv1d_update
 from fi_core.observe.log import fi_api
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["causal_conv1d_fn", "causal_conv1d_update", "selective_state_update"]
+__all__ = [
+    "allocate_checkpointing_ssu_scratch",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "checkpointing_ssu",
+    "selective_state_update",
+]
 
 _ALGORITHMS = ("auto", "simple", "vertical", "horizontal")
 _BACKENDS = ("auto", "flashinfer")

@@ -91,16 +91,14 @@ FI_DEVICE void selective_state_update(const SelectiveStateUpdateParams& p) {
     for (int t = 0; t < tokens; ++t) {
       if (t != loaded) load_token(t), compute_token(), loaded = t;
       if (t > 0) load_values(value, t, row);
+      float added[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) added[r] = dt * value[r];
+      state.update(decay, added, in);
+      state.multiply_alike(weights, result);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        const float added = dt * value[r];
-#pragma unroll
-        for (int i = 0; i < Tile::kColumns; ++i) state.x[r][i] = decay * state.x[r][i] + added * in[i];
-      }
-      state.multiply(weights, result);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        result[r] += skip * value[r];
+        result[r] = fmaf(skip, value[r], result[r]);
         if (p.z) {
           const float gate = row + r < end ? to_float(z[t * p.z_strides[1] + row + r]) : 0.f;
           result[r] *= CudaMath::scaled_sigmoid(gate, gate);
@@ -162,19 +160,17 @@ FI_DEVICE void selective_state_update_once(const SelectiveStateUpdateParams& p) 
   if (p.softplus) dt = softplus(dt);
   const float decay = expf(dt * rate), skip = number_of(skip_bits, p.d.type);
   Tile state(next);
+  float added[kRows];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const float added = dt * to_float(value[r]);
-#pragma unroll
-    for (int i = 0; i < Tile::kColumns; ++i) state.x[r][i] = decay * state.x[r][i] + added * in[i];
-  }
+  for (int r = 0; r < kRows; ++r) added[r] = dt * to_float(value[r]);
+  state.update(decay, added, in);
   const int64_t to = p.to_slots.data ? other : slot;
   if (p.updates_state && to >= 0 && !(p.to_slots.data && to == p.pad_slot))
     state.store(states + to * p.state_strides[0], kStep * kK, 1, kRows);
-  state.multiply(weights, result);
+  state.multiply_alike(weights, result);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    result[r] += skip * to_float(value[r]);
+    result[r] = fmaf(skip, to_float(value[r]), result[r]);
     if (p.z) result[r] *= CudaMath::scaled_sigmoid(to_float(gate[r]), to_float(gate[r]));
   }
   Tile::store_rows(const_cast<T*>(at_row(p.out, p.out_strides, h)) + row, result, kRows, kStep);

@@ -177,6 +177,22 @@ struct StateTile {
     }
   };
 
+  // The part of a row's product with a vector that this lane has: sums of each vector of 16 bytes, which a tree adds.
+  FI_DEVICE float multiply_row(int r, const float (&f)[kColumns]) const {
+    constexpr int kWidth = kKLast ? kVec : kColumns, kParts = kColumns / kWidth;
+    float parts[kParts];
+#pragma unroll
+    for (int c = 0; c < kParts; ++c) {
+      parts[c] = x[r][c * kWidth] * f[c * kWidth];
+#pragma unroll
+      for (int e = 1; e < kWidth; ++e) parts[c] = fmaf(x[r][c * kWidth + e], f[c * kWidth + e], parts[c]);
+    }
+#pragma unroll
+    for (int half = kParts / 2; half > 0; half /= 2)
+#pragma unroll
+      for (int c = 0; c < half; ++c) parts[c] += parts[c + half];
+    return parts[0];
+  }
   // Of each row the product with a vector, whose columns this lane has; all lanes of the row get the sums.
   FI_DEVICE void multiply(const float (&f)[kColumns], float (&sums)[kRows]) const {
 #pragma unroll
@@ -186,6 +202,20 @@ struct StateTile {
       for (int i = 0; i < kColumns; ++i) sum += x[r][i] * f[i];
       sums[r] = warp_sum(sum, kLanes);
     }
+  }
+  // The same by multiply_row, whose tree goes on over the lanes: the order of a row's additions depends on S and kK
+  // only, so the bits do not depend on how many lanes share a row.
+  FI_DEVICE void multiply_alike(const float (&f)[kColumns], float (&sums)[kRows]) const {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) sums[r] = warp_sum(multiply_row(r, f), kLanes);
+  }
+
+  // x = decay x + value f^T, with explicit roundings: each kernel gets the same bits.
+  FI_DEVICE void update(float decay, const float (&value)[kRows], const float (&f)[kColumns]) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) x[r][i] = fmaf(decay, x[r][i], value[r] * f[i]);
   }
 
   // Lanes 0 .. kRows - 1 of a group store one row's number each, `step` elements apart: those of a warp are contiguous.

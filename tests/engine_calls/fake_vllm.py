@@ -220,8 +220,9 @@ ROTARY = {
     )
 }
 FP8 = torch.float8_e4m3fn
+AttentionBackend = type("AttentionBackend", (), {})
 BACKEND = {
-    "AttentionBackend": type("AttentionBackend", (), {}), "AttentionImpl": type("AttentionImpl", (), {}),
+    "AttentionBackend": AttentionBackend, "AttentionImpl": type("AttentionImpl", (), {}),
     "AttentionCGSupport": AttentionCGSupport, "AttentionMetadataBuilder": AttentionMetadataBuilder,
     "MultipleOf": MultipleOf,
 }  # fmt: skip
@@ -231,7 +232,6 @@ MODULES: dict[str, dict[str, Any]] = {
     "vllm.v1.kv_cache_interface": {"KVCacheLayout": KVCacheLayout},
     "vllm.v1.attention.backend": BACKEND,
     "vllm.model_executor": {}, "vllm.model_executor.layers": {},
-    "vllm.model_executor.custom_op": {"CustomOp": CustomOp},
     "vllm.model_executor.layers.activation": {"SiluAndMul": SiluAndMul},
     "vllm.model_executor.layers.rotary_embedding": ROTARY,
     "vllm.v1.attention.backends.registry": {
@@ -257,15 +257,20 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 
 def install(version: str, patch: pytest.MonkeyPatch) -> ModuleType:
     """Makes the stand-ins importable as vLLM of a version; returns fi's plugin, imported over them."""
+    from engine_calls import fake_vllm_models as models  # which imports this
+
     _registered.clear()
     CustomOp.replaced.clear()
+    models.QUANTIZATION.clear()
+    vars(models.CONFIG).clear()
+    vars(models.CONFIG).update(model_config=None, additional_config={})
     patch.setattr(importlib.metadata, "version", {"vllm": version}.__getitem__)
-    for name, contents in MODULES.items():
+    for name, contents in {**MODULES, **models.MODULES}.items():
         module = ModuleType(name)
         vars(module).update(contents, __path__=[])
         patch.setitem(sys.modules, name, module)
     norms = {"rms_norm": IrOp(_rms_norm), "fused_add_rms_norm": IrOp(_fused_add_rms_norm)}
     vars(sys.modules["vllm.ir"])["ops"] = SimpleNamespace(**norms)
-    for name in (PLUGIN, f"{PLUGIN}.attention", f"{PLUGIN}.layers"):
-        patch.delitem(sys.modules, name, raising=False)
+    for name in ("", ".attention", ".gdn", ".layers", ".mla", ".moe", ".prepare", ".selected"):
+        patch.delitem(sys.modules, PLUGIN + name, raising=False)
     return importlib.import_module(PLUGIN)

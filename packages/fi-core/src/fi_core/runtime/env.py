@@ -294,7 +294,8 @@ class Env:
         BOOL,
         False,
         "import",
-        "The plugin of vLLM also offers norms (provider fi) and replaces SwiGLU and rotary embeddings.",
+        "The plugin of vLLM also offers norms (provider fi) and replaces SwiGLU, rotary embeddings, experts and gated "
+        "delta nets.",
     )
 
     # The command line

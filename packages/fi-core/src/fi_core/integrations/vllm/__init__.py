@@ -1,7 +1,7 @@
 """The plugin of vLLM: `vllm serve MODEL --attention-backend CUSTOM` attends with fi's kernels.
 
-With FI_VLLM_LAYERS=1 SwiGLU and rotary embeddings are fi's too, and the norms for which the engine is given
-`--ir-op-priority.rms_norm fi --ir-op-priority.fused_add_rms_norm fi`.
+With FI_VLLM_LAYERS=1 SwiGLU, rotary embeddings, experts and gated delta nets are fi's too, and the norms for which the
+engine is given `--ir-op-priority.rms_norm fi --ir-op-priority.fused_add_rms_norm fi`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 from fi_core.runtime.env import env
 
 VERSIONS = ("0.24", "0.33")  # whose interfaces tests/engine_calls/vllm_seams.json holds
-BACKEND = "fi_core.integrations.vllm.attention.Backend"
+BACKEND = "fi_core.integrations.vllm.selected.Backend"
 
 # vLLM prints what is logged below its own name.
 _log = logging.getLogger("vllm.plugins.fi_core")

@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import get_per_layer_parameters
 
 from fi_core.decode import BlockTablesPlan, trtllm_batch_decode_with_kv_cache
+from fi_core.integrations.vllm.prepare import FP8, begin_to_compile
 from fi_core.prefill import trtllm_batch_context_with_kv_cache
 
 if TYPE_CHECKING:
@@ -24,14 +25,13 @@ if TYPE_CHECKING:
 
 _WORKSPACE_BYTES = 16 << 20  # of a builder; 8 MiB are enough for head dims up to 256
 _HND = (0, 1, 3, 2, 4)  # memory order of [blocks, 2, tokens, heads, head_dim]
-_FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 class Backend(AttentionBackend):  # type: ignore[misc]
     """What fi supports, and the classes that vLLM makes of it."""
 
     forward_includes_kv_cache_update = False
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *_FP8]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *FP8]
 
     @staticmethod
     def get_name() -> str:
@@ -123,7 +123,7 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
             kv_cache_spec.head_size, kv_cache_spec.block_size,
         )  # fmt: skip
         cache_dtype = vllm_config.cache_config.cache_dtype
-        self.kv_dtype = _fp8(cache_dtype) if cache_dtype in _FP8 else kv_cache_spec.dtype
+        self.kv_dtype = _fp8(cache_dtype) if cache_dtype in FP8 else kv_cache_spec.dtype
         for soft_cap in soft_caps:
             self._load(device, soft_cap)
 
@@ -196,6 +196,7 @@ class Impl(AttentionImpl):  # type: ignore[misc]
         self.logits_soft_cap = logits_soft_cap or 0.0
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
         self.sinks = sinks
+        begin_to_compile()
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         self.sinks = None if self.sinks is None else self.sinks.float()
@@ -227,7 +228,7 @@ class Impl(AttentionImpl):  # type: ignore[misc]
             return output.fill_(0)
         step, (k, v) = attn_metadata, self._pages(kv_cache)
         scales = self.scale, 1.0
-        if self.kv_cache_dtype in _FP8:
+        if self.kv_cache_dtype in FP8:
             dtype = _fp8(self.kv_cache_dtype)  # vLLM keeps bytes
             k, v, scales = k.view(dtype), v.view(dtype), (self.scale * layer._k_scale_float, layer._v_scale_float)
         if step.num_decodes:
@@ -270,5 +271,5 @@ def _decodes(step: Any, most: int) -> tuple[int, int]:
 def _fp8(name: str) -> torch.dtype:
     import torch
 
-    dtype: torch.dtype = getattr(torch, _FP8[name])
+    dtype: torch.dtype = getattr(torch, FP8[name])
     return dtype

@@ -1,4 +1,4 @@
-"""vLLM's norms, activation and rotary embedding on fi's kernels."""
+"""vLLM's norms, activation, rotary embedding, experts and gated delta nets on fi's kernels."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import vllm.model_executor.layers.rotary_embedding as rotary
 from vllm.ir import ops
-from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.custom_op import CustomOp, PluggableLayer
 from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.quantization import register_quantization_config
 
 import fi_core
+from fi_core.integrations.vllm import gdn, moe
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +30,9 @@ def register() -> None:
     _replace(SiluAndMul, Activation)
     for name in _ROTARY:
         _replace(getattr(rotary, name), Rotary)
+    gdn.register(_replace)
+    for name, config in moe.register(_replace):
+        register_quantization_config(name)(config)
 
 
 def _provide(op: Any, norm: Any, supports: Callable[..., bool], **options: bool) -> None:
@@ -38,8 +43,9 @@ def _provide(op: Any, norm: Any, supports: Callable[..., bool], **options: bool)
 
 def _replace(layer: Any, part: type) -> None:
     """Makes vLLM instantiate a class of the layer's name with the methods of part."""
-    made = type(layer.__name__, (part, layer), {})
-    CustomOp.register_oot(made, name=layer.__name__)
+    made = type(layer.__name__, (part, layer), {"__module__": part.__module__})
+    owner = PluggableLayer if issubclass(layer, PluggableLayer) else CustomOp
+    owner.register_oot(made, name=layer.__name__)
     made.name = layer.name  # type: ignore[attr-defined]  # by which users enable and disable it
 
 

@@ -1,0 +1,329 @@
+"""Stand-ins for what fi's plugin takes from vLLM's experts, gated delta nets and latent attention."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+
+from engine_calls.fake_vllm import AttentionBackend, CustomOp
+
+CONFIG: Any = SimpleNamespace()  # that of the engine; `install` resets it
+
+
+def get_current_vllm_config() -> Any:
+    return CONFIG
+
+
+def get_current_vllm_config_or_none() -> Any:
+    return CONFIG
+
+
+class MoEActivation(enum.Enum):
+    SILU, GELU, GELU_TANH, RELU2_NO_MUL, SWIGLUOAI, SWIGLUOAI_UNINTERLEAVE, SWIGLUSTEP = range(7)
+
+
+class FusedMoEActivationFormat(enum.Enum):
+    Standard = "standard"
+
+
+class FusedMoEExperts:
+    def __init__(
+        self, moe_config: Any, quant_config: Any, max_num_tokens: int | None = None, num_dispatchers: int | None = None
+    ) -> None:
+        self.moe_config, self.quant_config = moe_config, quant_config
+
+    w1_scale = property(lambda self: self.quant_config.w1_scale)
+    w2_scale = property(lambda self: self.quant_config.w2_scale)
+    w1_bias = property(lambda self: self.quant_config.w1_bias)
+    w2_bias = property(lambda self: self.quant_config.w2_bias)
+    block_shape = property(lambda self: self.quant_config.block_shape)
+    weight_quant_dtype = property(lambda self: self.quant_config.weight_quant_dtype)
+
+    @staticmethod
+    def is_supported_config(
+        cls: Any, moe_config: Any, weight_key: Any, activation_key: Any, activation_format: Any
+    ) -> tuple[bool, str | None]:
+        supported = {
+            "device": cls._supports_current_device(),
+            "activation": cls._supports_activation(moe_config.activation),
+            "quantization scheme": cls._supports_quant_scheme(weight_key, activation_key),
+            "parallel config": cls._supports_parallel_config(None),
+            "format": activation_format == cls.activation_format(),
+            "LoRA": not moe_config.is_lora_enabled,
+        }
+        reason = next((name for name, found in supported.items() if not found), None)
+        return reason is None, reason and f"kernel does not support {reason}"
+
+
+class FusedMoEExpertsModular(FusedMoEExperts):
+    pass
+
+
+class FusedMoEMethodBase:
+    """A method: what the oracle has chosen, then a kernel around the experts."""
+
+    backend_name: ClassVar[str]
+
+    def __init__(self, moe: Any) -> None:
+        self.moe, self.experts_cls, self.moe_kernel = moe, FusedMoEExpertsModular, None
+        setattr(self, self.backend_name, "TRITON")
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: Any, moe_parallel_config: Any
+    ) -> tuple[int, int]:
+        return hidden_size, intermediate_size_per_partition
+
+    def make_kernel(self, layer: Any, **quantization: Any) -> None:
+        given: dict[str, Any] = dict.fromkeys(
+            ("w1_scale", "w2_scale", "w1_bias", "w2_bias", "block_shape", "weight_quant_dtype", "gemm1_alpha",
+             "gemm1_beta", "gemm1_clamp_limit")
+        )  # fmt: skip
+        self.moe_quant_config = SimpleNamespace(**given | quantization)
+        self.moe_kernel = self.experts_cls(self.moe, self.moe_quant_config)  # type: ignore[assignment]
+
+    def swaps(self) -> bool:
+        return str(getattr(self, self.backend_name)).endswith("FLASHINFER_CUTLASS")
+
+
+def replace_parameter(layer: Any, param_name: str, new_data: torch.Tensor | None, prefer_copy: bool = False) -> None:
+    getattr(layer, param_name).data = new_data
+
+
+def _swap(layer: Any, *names: str) -> None:
+    for name in names:
+        replace_parameter(layer, name, getattr(layer, name).data.roll(getattr(layer, name).shape[1] // 2, 1))
+
+
+class UnquantizedFusedMoEMethod(FusedMoEMethodBase, CustomOp):
+    name = "unquantized_fused_moe"
+    backend_name = "unquantized_backend"
+
+    def __init__(self, moe: Any) -> None:
+        torch.nn.Module.__init__(self)
+        super().__init__(moe)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if self.swaps() and self.moe.is_act_and_mul:
+            _swap(layer, "w13_weight")
+        self.make_kernel(layer, gemm1_clamp_limit=layer.limit)
+
+
+class Fp8MoEMethod(FusedMoEMethodBase):
+    backend_name = "fp8_backend"
+
+    def __init__(self, quant_config: Any, layer: Any) -> None:
+        super().__init__(layer.moe_config)
+        self.weight_block_size = quant_config.weight_block_size
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if self.swaps():
+            _swap(layer, "w13_weight", "w13_weight_scale_inv")
+        self.make_kernel(
+            layer, w1_scale=layer.w13_weight_scale_inv, w2_scale=layer.w2_weight_scale_inv,
+            block_shape=self.weight_block_size, weight_quant_dtype=torch.float8_e4m3fn,
+        )  # fmt: skip
+
+
+class Fp8Config:
+    def __init__(self, weight_block_size: list[int] | None) -> None:
+        self.weight_block_size = weight_block_size
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        return Fp8MoEMethod(self, layer)
+
+
+class GptOssMxfp4MoEMethod(FusedMoEMethodBase):
+    backend_name = "mxfp4_backend"
+
+    def __init__(self, moe: Any) -> None:
+        super().__init__(moe)
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: Any, moe_parallel_config: Any
+    ) -> tuple[int, int]:
+        return -(-hidden_size // 128) * 128, -(-intermediate_size_per_partition // 128) * 128
+
+    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+        return {
+            "w1_scale": layer.w13_weight_scale, "w2_scale": layer.w2_weight_scale, "w1_bias": layer.w13_bias,
+            "w2_bias": layer.w2_bias, "gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0,
+            "weight_quant_dtype": "mxfp4",
+        }  # fmt: skip
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        raise AssertionError("the layout of another backend")
+
+
+class GptOssMxfp4Config:
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        return GptOssMxfp4MoEMethod(layer.moe_config)
+
+
+def make_mxfp4_moe_kernel(
+    moe_quant_config: Any, moe_config: Any, experts_cls: Any, mxfp4_backend: Any, routing_tables: Any = None
+) -> Any:
+    method = SimpleNamespace(moe=moe_config, experts_cls=experts_cls)
+    FusedMoEMethodBase.make_kernel(method, None, **moe_quant_config)  # type: ignore[arg-type]
+    return method.moe_kernel
+
+
+QUANTIZATION: dict[str, type] = {}
+
+
+def register_quantization_config(quantization: str) -> Callable[[type], type]:
+    def register(config: type) -> type:
+        QUANTIZATION[quantization] = config
+        return config
+
+    return register
+
+
+class PluggableLayer(torch.nn.Module):
+    def __new__(cls, *given: Any, **named: Any) -> Any:
+        return super().__new__(CustomOp.replaced.get(cls.__name__, cls))
+
+    @classmethod
+    def register_oot(cls, _decorated_layer_cls: Any = None, name: str | None = None) -> Any:
+        assert name and name not in CustomOp.replaced
+        CustomOp.replaced[name] = _decorated_layer_cls
+        return _decorated_layer_cls
+
+
+class ChunkGatedDeltaRule(CustomOp):
+    name = "chunk_gated_delta_rule"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forward_method = self.forward_native
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self._forward_method(*given, **named)
+
+    def forward_native(self, *given: Any, **named: Any) -> Any:
+        return "vLLM's"
+
+
+def is_conv_state_dim_first() -> bool:
+    return False
+
+
+def causal_conv1d_update(
+    x: torch.Tensor, conv_state: torch.Tensor, weight: torch.Tensor, bias: Any = None, activation: Any = None,
+    **named: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Twice the rows, in the place of a convolution."""
+    assert (
+        conv_state.shape[1:] == (x.shape[1], weight.shape[1] - 1) and named["conv_state_indices"].shape == x.shape[:1]
+    )
+    return x * 2
+
+
+class QwenGatedDeltaNetAttention(PluggableLayer):
+    name = "qwen_gated_delta_net_attention"
+
+    def __init__(self, heads: tuple[int, int], dims: tuple[int, int]) -> None:
+        super().__init__()
+        self.head_k_dim, self.head_v_dim = dims
+        self.key_dim, self.value_dim, self.tp_size = heads[0] * dims[0], heads[1] * dims[1], 1
+        self.conv1d, self.activation = SimpleNamespace(weight=torch.ones(1, 1, 4), bias=None), "silu"
+
+    def decode(self, **given: Any) -> None:
+        self._forward_core_decode_non_spec(**given)
+
+
+class QueryLenSupport(enum.Enum):
+    UNIFORM = "uniform"
+
+
+class MLACommonBackend(AttentionBackend):
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+
+@dataclass
+class MLACommonDecodeMetadata:
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    dcp_tot_seq_lens: torch.Tensor | None
+
+
+class MLACommonMetadataBuilder:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device,
+        metadata_cls: Any = None, supports_dcp_with_varlen: bool = False,
+    ) -> None:  # fmt: skip
+        self.dcp_world_size = 1
+
+    def build(self, tables: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, tokens: int) -> Any:
+        """Of decode requests, with the arguments that every version passes by name."""
+        build: Any = self._build_decode  # type: ignore[attr-defined]
+        return SimpleNamespace(decode=build(
+            block_table_tensor=tables, seq_lens_device=lengths, max_seq_len=int(lengths.max()),
+            query_start_loc_cpu=starts.cpu(), query_start_loc_device=starts, num_decode_tokens=tokens,
+            dcp_tot_seq_lens_device=None,
+        ))  # fmt: skip
+
+
+class MLACommonImpl:
+    need_to_return_lse_for_decode = False
+
+    def __init__(self, num_heads: int, head_size: int, scale: float, *given: Any, **named: Any) -> None:
+        self.num_heads, self.scale, self.kv_cache_dtype = num_heads, scale, given[3]
+
+
+def members(name: str, *names: str) -> Any:
+    return enum.Enum(name, names)
+
+
+LAYERS = "vllm.model_executor.layers"
+MOE = f"{LAYERS}.fused_moe"
+MODULES: dict[str, dict[str, Any]] = {
+    "vllm.config": {
+        "get_current_vllm_config": get_current_vllm_config,
+        "get_current_vllm_config_or_none": get_current_vllm_config_or_none,
+    },
+    "vllm.platforms": {
+        "current_platform": SimpleNamespace(is_cuda=lambda: True, is_device_capability=lambda major: major == 90)
+    },
+    "vllm.model_executor.utils": {"replace_parameter": replace_parameter},
+    "vllm.model_executor.custom_op": {"CustomOp": CustomOp, "PluggableLayer": PluggableLayer},
+    MOE: {}, f"{MOE}.oracle": {}, f"{LAYERS}.quantization.utils": {},
+    f"{MOE}.activation": {"MoEActivation": MoEActivation},
+    f"{MOE}.modular_kernel": {
+        "FusedMoEExpertsModular": FusedMoEExpertsModular, "FusedMoEActivationFormat": FusedMoEActivationFormat,
+    },
+    f"{MOE}.oracle.fp8": {"Fp8MoeBackend": members("Fp8MoeBackend", "FLASHINFER_CUTLASS")},
+    f"{MOE}.oracle.mxfp4": {
+        "Mxfp4MoeBackend": members("Mxfp4MoeBackend", "FLASHINFER_CUTLASS_MXFP4_BF16"),
+        "make_mxfp4_moe_kernel": make_mxfp4_moe_kernel,
+    },
+    f"{MOE}.oracle.unquantized": {"UnquantizedMoeBackend": members("UnquantizedMoeBackend", "FLASHINFER_CUTLASS")},
+    f"{MOE}.topk_weight_and_reduce": {"TopKWeightAndReduceNoOP": type("TopKWeightAndReduceNoOP", (), {})},
+    f"{MOE}.unquantized_fused_moe_method": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
+    f"{LAYERS}.quantization": {"register_quantization_config": register_quantization_config},
+    f"{LAYERS}.quantization.fp8": {"Fp8Config": Fp8Config, "Fp8MoEMethod": Fp8MoEMethod},
+    f"{LAYERS}.quantization.mxfp4": {
+        "GptOssMxfp4Config": GptOssMxfp4Config, "GptOssMxfp4MoEMethod": GptOssMxfp4MoEMethod,
+    },
+    f"{LAYERS}.quantization.utils.quant_utils": {
+        name: name for name in ("kFp8Dynamic128Sym", "kFp8Static128BlockSym", "kMxfp4Static")
+    },
+    f"{LAYERS}.mamba": {}, f"{LAYERS}.mamba.gdn": {}, f"{LAYERS}.mamba.ops": {},
+    f"{LAYERS}.mamba.gdn.qwen_gdn_linear_attn": {
+        "ChunkGatedDeltaRule": ChunkGatedDeltaRule, "QwenGatedDeltaNetAttention": QwenGatedDeltaNetAttention,
+    },
+    f"{LAYERS}.mamba.mamba_utils": {"is_conv_state_dim_first": is_conv_state_dim_first},
+    f"{LAYERS}.mamba.ops.causal_conv1d": {"causal_conv1d_update": causal_conv1d_update},
+    f"{LAYERS}.attention": {},
+    f"{LAYERS}.attention.mla_attention": {
+        "MLACommonBackend": MLACommonBackend, "MLACommonDecodeMetadata": MLACommonDecodeMetadata,
+        "MLACommonImpl": MLACommonImpl, "MLACommonMetadata": object, "QueryLenSupport": QueryLenSupport,
+        "MLACommonMetadataBuilder": MLACommonMetadataBuilder,
+    },
+}  # fmt: skip

@@ -128,9 +128,9 @@ struct CpuRowSampler {
   }
 
   // Returns the k-th largest element, or `lowest` if fewer elements exist. The k-th largest maximum over groups of 64
-  // elements is a lower bound, so only the candidates above it are partially sorted.
+  // or 16 elements is a lower bound, so only the candidates above it are partially sorted.
   float top_k_threshold(int64_t k, float lowest) {
-    constexpr int64_t group_size = 64;
+    const int64_t group_size = k <= n / 128 ? 64 : 16;
     const int64_t groups = n / group_size;
     float bound = lowest;
     if (k <= groups / 2) {

@@ -270,13 +270,15 @@ class GemmCpu {
     const int64_t step = blocks_ ? kScaleK : has_long_steps(s) ? kLongStepK : kBlockK;
     const int64_t floats = kBlockN * width;
     const int64_t most = count > 2 ? std::clamp<int64_t>(kGroupFloats / floats, 1, kGroup) : 1;
-    std::vector<float> sums(static_cast<size_t>(floats * most)), part(static_cast<size_t>(blocks_ ? floats : 0));
-    std::vector<float> scratch(static_cast<size_t>(kBlockN * kBlockK)), a_scale(static_cast<size_t>(width));
+    std::vector<float> part(static_cast<size_t>(blocks_ ? floats : 0)), a_scale(static_cast<size_t>(width));
+    // Not zeroed: a small product would take longer for that than for its sums.
+    const std::unique_ptr<float[]> sums(new float[static_cast<size_t>(floats * most)]);
+    const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(kBlockN * kBlockK)]);
     std::vector<float> row(kBlockK);
     std::vector<bf16_t> narrowed(kBlockK);
     for (int64_t first = begin; first < end; first += most) {
       const int64_t group = std::min(most, end - first);
-      std::fill(sums.begin(), sums.end(), 0.f);
+      std::fill_n(sums.get(), floats * group, 0.f);
       for (int64_t k = 0; k < p_.k; k += step) {
         const int64_t own = std::min<int64_t>(step, p_.k - k), padded = (own + kAlignK - 1) / kAlignK * kAlignK;
         const char* x = panels + k * kPanel * element_;
@@ -290,8 +292,8 @@ class GemmCpu {
                                          : last ? k + own
                                                 : k,
                                          step);
-          const Weights w = weights(s, column, k, own, next, scratch.data(), row.data(), narrowed.data());
-          float* sum = sums.data() + i * floats;
+          const Weights w = weights(s, column, k, own, next, scratch.get(), row.data(), narrowed.data());
+          float* sum = sums.get() + i * floats;
           float* to = blocks_ ? part.data() : sum;
           if (pairs_)
             pairs_(reinterpret_cast<const bf16_t*>(w.data), w.stride, w.step, reinterpret_cast<const bf16_t*>(x),
@@ -307,7 +309,7 @@ class GemmCpu {
       }
       for (int64_t i = 0; i < group; ++i) {
         const int64_t column = (first + i) * kBlockN;
-        store(s, column, std::min(kBlockN, p_.n - column), sums.data() + i * floats, width);
+        store(s, column, std::min(kBlockN, p_.n - column), sums.get() + i * floats, width);
       }
     }
   }

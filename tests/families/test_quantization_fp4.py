@@ -85,7 +85,7 @@ def test_every_quantizer_takes_the_recipe_last_and_refuses_it() -> None:
     for function, arguments in calls:
         for recipe in (None, False):
             function(*arguments, recipe)
-        with pytest.raises(NotImplementedError, match="nvfp4_4over6: not supported, leave it out"):
+        with pytest.raises(TypeError, match="nvfp4_4over6 must be an NVFP44Over6Config or None; got"):
             function(*arguments, object())
 
 
@@ -264,7 +264,7 @@ X, ONE = torch.zeros(4, 64, dtype=torch.bfloat16), torch.ones(1)
         (lambda: fi_core.fp4_quantize(X.double(), ONE), ValueError, "requires dtype in f16, bf16, f32, e4m3"),
         (lambda: fi_core.fp4_quantize(X, torch.ones(3)), ValueError, r"global_scale must have 1 element.*got \[3\]"),
         (lambda: fi_core.fp4_quantize(X, ONE, backend="trtllm"), ValueError, "backend: .* got 'trtllm'"),
-        (lambda: fi_core.fp4_quantize(X, ONE, nvfp4_4over6=2), NotImplementedError, "nvfp4_4over6: not .* got 2"),
+        (lambda: fi_core.fp4_quantize(X, ONE, nvfp4_4over6=2), TypeError, "nvfp4_4over6 must be an NVFP44Over6Config"),
         (
             lambda: fi_core.nvfp4_quantize(X, ONE, expanded_idx_to_permuted_idx=torch.zeros(4)),
             NotImplementedError,

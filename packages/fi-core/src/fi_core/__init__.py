@@ -38,6 +38,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "trtllm_fmha_v2_prefill",
     ),
     "quantization": (
+        "NVFP44Over6Config",
+        "NVFP44Over6ErrMode",
         "SfLayout",
         "block_scale_interleave",
         "e2m1_and_ufp8sf_scale_to_float",
@@ -59,6 +61,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "nvfp4_quantize",
         "packbits",
         "per_token_group_quant_8bit",
+        "resolve_nvfp4_4over6",
         "scaled_fp4_grouped_quantize",
         "segment_packbits",
         "shuffle_matrix_a",

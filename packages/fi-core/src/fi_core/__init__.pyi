@@ -143,6 +143,8 @@ from fi_core.prefill import (
     trtllm_fmha_v2_prefill,
 )
 from fi_core.quantization import (
+    NVFP44Over6Config,
+    NVFP44Over6ErrMode,
     SfLayout,
     block_scale_interleave,
     e2m1_and_ufp8sf_scale_to_float,
@@ -164,6 +166,7 @@ from fi_core.quantization import (
     nvfp4_quantize,
     packbits,
     per_token_group_quant_8bit,
+    resolve_nvfp4_4over6,
     scaled_fp4_grouped_quantize,
     segment_packbits,
     shuffle_matrix_a,
@@ -222,6 +225,8 @@ __all__ = [
     "CuteDslBf16MoEWrapper",
     "MeasurementPolicy",
     "MultiLevelCascadeAttentionWrapper",
+    "NVFP44Over6Config",
+    "NVFP44Over6ErrMode",
     "PODWithPagedKVCacheWrapper",
     "RoutingMethodType",
     "SegmentGEMMWrapper",
@@ -314,6 +319,7 @@ __all__ = [
     "prepare_bf16_fp4_weights",
     "prepare_low_latency_gemm_weights",
     "reorder_rows_for_gated_act_gemm",
+    "resolve_nvfp4_4over6",
     "rmsnorm",
     "rmsnorm_quant",
     "sample_from_logits",

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from fi_core.quantization.four_over_six import (
+    NVFP44Over6Config,
+    NVFP44Over6ErrMode,
+    nvfp4_e4m3_max,
+    resolve_nvfp4_4over6,
+)
 from fi_core.quantization.fp4_quantization import (
     SfLayout,
     block_scale_interleave,
@@ -31,6 +37,10 @@ from fi_core.quantization.kv_cache import nvfp4_kv_dequantize, nvfp4_kv_dequanti
 from fi_core.quantization.packbits import packbits, packbits_segments, segment_packbits
 
 __all__ = [
+    "NVFP44Over6Config",
+    "NVFP44Over6ErrMode",
+    "nvfp4_e4m3_max",
+    "resolve_nvfp4_4over6",
     "SfLayout",
     "block_scale_interleave",
     "e2m1_and_ufp8sf_scale_to_float",

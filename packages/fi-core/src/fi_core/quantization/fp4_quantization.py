@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from fi_core.activation import silu_and_mul
 from fi_core.observe.log import fi_api
 from fi_core.quantization import inverse_trace, ops, trace
+from fi_core.quantization.four_over_six import NVFP44Over6Config, laid_out, quantize_rows, resolve_nvfp4_4over6
 from fi_core.quantization.fp4_dequantization import (
     e2m1_and_ufp8sf_scale_to_float,
     mxfp4_dequantize,
@@ -51,13 +53,14 @@ def _check_backend(backend: str) -> None:
         raise ValueError(f'backend: "cuda" or "cute-dsl" is required, which name the same kernels; got {backend!r}')
 
 
-def _check_recipe(nvfp4_4over6: object) -> None:
-    refuse("leave it out: the largest magnitude of a block gives its scale", nvfp4_4over6=nvfp4_4over6)
-
-
 def _check_block(sf_vec_size: int, *supported: int) -> None:
     if sf_vec_size not in supported:
         raise NotImplementedError(f"sf_vec_size: {' or '.join(map(str, supported))} is required; got {sf_vec_size}")
+
+
+def _check_recipe_block(block: int, scale_format: int = E4M3_SCALE) -> None:
+    if block != 16 or scale_format != E4M3_SCALE:
+        raise ValueError(f"nvfp4_4over6 must be None unless blocks of 16 have e4m3 scales; got blocks of {block}")
 
 
 def _quantize(
@@ -71,11 +74,20 @@ def _quantize(
     inverse: bool = False,
     shuffle: bool = False,
     enable_pdl: bool | None = None,
+    recipe: NVFP44Over6Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The packed values and the scales, `[padded rows, padded blocks of a row]`."""
     import torch
 
     matrix = matrix_of("input", x)
+    if recipe is not None:
+        _check_recipe_block(block, scale_format)
+        matrix = silu_and_mul(matrix) if gated else matrix
+        out, scales = quantize_rows(matrix, global_scale, recipe, inverse=inverse)
+        if shuffle:
+            order = get_shuffle_matrix_a_row_indices(out, 128).to(out.device)
+            out, scales = out[order], scales[order]
+        return out if x.ndim == 2 else out.view(*x.shape[:-1], -1), laid_out(scales, layout)
     rows, k = matrix.shape[0], matrix.shape[1] // (2 if gated else 1)
     out = x.new_empty((rows, k // 2), dtype=torch.uint8)
     scales = x.new_empty(scale_shape(layout, rows, k // block), dtype=torch.uint8)
@@ -119,19 +131,20 @@ def fp4_quantize(
         is_global_scale_inversed: global_scale is 1 / the factor.
         enable_pdl: programmatic dependent launch; None enables it where the hardware has it (sm_90 and later).
         backend: "cuda" or "cute-dsl"; FlashInfer's names, of which both select the kernels of fi.
-        nvfp4_4over6: a recipe that chooses the scale of a block by its error; only None and False are supported.
+        nvfp4_4over6: an `NVFP44Over6Config`, by which each block of 16 chooses between the scales of amax / 6 and
+            amax / 4, computed by torch; None and False: amax / 6.
 
     Returns:
         (x_q, sf): `[..., m, k / 2]`, uint8, two values a byte with the even one in the lower half; and uint8,
         `[rows padded, k / sf_vec_size padded]`.
 
     Raises:
-        NotImplementedError: sf_vec_size or nvfp4_4over6 is not supported.
+        NotImplementedError: sf_vec_size is not supported.
         ValueError: A shape, stride, device or backend does not fit; the text names the argument.
         TypeError: A dtype does not fit.
     """
     _check_backend(backend)
-    _check_recipe(nvfp4_4over6)
+    recipe = resolve_nvfp4_4over6(nvfp4_4over6)
     _check_block(sf_vec_size, 16, 32)
     columns = input.ndim >= 2 and input.stride(-2) == 1 and input.stride(-1) != 1
     x = input.transpose(-2, -1) if columns else input
@@ -143,6 +156,7 @@ def fp4_quantize(
         None if sf_use_ue8m0 else global_scale,
         inverse=is_global_scale_inversed and global_scale is not None and not sf_use_ue8m0,
         enable_pdl=enable_pdl,
+        recipe=recipe,
     )
     return (out.transpose(-2, -1), scales.transpose(-2, -1)) if columns else (out, scales)
 
@@ -183,7 +197,7 @@ def nvfp4_quantize(
         per_token_activation also s: `[m]`, fp32.
 
     Raises:
-        NotImplementedError: sf_vec_size, expanded_idx_to_permuted_idx, out_scale or nvfp4_4over6 is not supported.
+        NotImplementedError: sf_vec_size, expanded_idx_to_permuted_idx or out_scale is not supported.
         ValueError: A shape, device, layout or backend does not fit; the text names the argument.
         TypeError: A dtype does not fit.
     """
@@ -191,7 +205,7 @@ def nvfp4_quantize(
         raise TypeError("a_global_sf must be a torch.Tensor; got None")
     _check_backend(backend)
     _check_block(sf_vec_size, 16, 32)
-    _check_recipe(nvfp4_4over6)
+    recipe = resolve_nvfp4_4over6(nvfp4_4over6)
     refuse("index the rows of the results", expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx)
     refuse("take the third result, or copy it", out_scale=out_scale)
     layout = checked_layout("sfLayout", sfLayout)
@@ -203,7 +217,9 @@ def nvfp4_quantize(
             f"required; got {layout.name} and {list(a.shape)}"
         )
     if not per_token_activation:
-        return _quantize(a, layout, sf_vec_size, global_scale=a_global_sf, shuffle=do_shuffle, enable_pdl=enable_pdl)
+        return _quantize(
+            a, layout, sf_vec_size, global_scale=a_global_sf, shuffle=do_shuffle, enable_pdl=enable_pdl, recipe=recipe
+        )
     import torch
 
     if a.ndim != 2 or a.dtype.itemsize == 1 or a_global_sf.numel() != 1:
@@ -212,8 +228,9 @@ def nvfp4_quantize(
     scale = torch.linalg.vector_norm(a, math.inf, -1, dtype=torch.float32) * a_global_sf.float().reshape(1)
     safe = torch.where(scale == 0, 1.0, scale)
     fp4, sf = _quantize(
-        a, layout, sf_vec_size, global_scale=safe, inverse=True, shuffle=do_shuffle, enable_pdl=enable_pdl
-    )
+        a, layout, sf_vec_size, global_scale=safe, inverse=True, shuffle=do_shuffle, enable_pdl=enable_pdl,
+        recipe=recipe,
+    )  # fmt: skip
     return fp4, sf, scale
 
 
@@ -270,20 +287,26 @@ def silu_and_mul_nvfp4_quantize(
         (x_q, sf): `[..., k / 2]`, uint8, and the scales, uint8, as `fp4_quantize` returns them.
 
     Raises:
-        NotImplementedError: sf_vec_size or nvfp4_4over6 is not supported.
+        NotImplementedError: sf_vec_size is not supported.
         ValueError: A shape, stride or device does not fit; the text names the argument.
         TypeError: A dtype does not fit.
     """
     if global_scale is None:
         raise TypeError("global_scale must be a torch.Tensor; got None")
-    _check_recipe(nvfp4_4over6)
+    recipe = resolve_nvfp4_4over6(nvfp4_4over6)
     _check_block(sf_vec_size, 16)
     layout = layout_of(is_sf_swizzled_layout, is_sf_8x4_layout)
-    return _quantize(input, layout, sf_vec_size, global_scale=global_scale, gated=True, enable_pdl=enable_pdl)
+    return _quantize(
+        input, layout, sf_vec_size, global_scale=global_scale, gated=True, enable_pdl=enable_pdl, recipe=recipe
+    )
 
 
 def _quantize_batch(
-    a: torch.Tensor, global_scale: torch.Tensor, block: int, mask: torch.Tensor | None
+    a: torch.Tensor,
+    global_scale: torch.Tensor,
+    block: int,
+    mask: torch.Tensor | None,
+    recipe: NVFP44Over6Config | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Values `[b, m, k / 2]` and scales `[b, padded m, padded blocks]`, each matrix padded alone."""
     import torch
@@ -291,6 +314,12 @@ def _quantize_batch(
     if a.ndim != 3:
         raise ValueError(f"a: shape [b, m, k] is required; got {list(a.shape)}")
     b, m, k = a.shape
+    if recipe is not None:
+        _check_recipe_block(block)
+        out, scales = quantize_rows(a, global_scale, recipe)
+        if mask is not None:
+            scales = scales.masked_fill(torch.arange(m, device=a.device)[:, None] >= mask.view(-1, 1, 1), 0)
+        return out, laid_out(scales, SfLayout.layout_128x4)
     out = a.new_empty((b, m, k // 2), dtype=torch.uint8)
     scales = a.new_empty((b, *scale_shape(SfLayout.layout_128x4, m, k // block)), dtype=torch.uint8)
     ops.block_quantize(out, scales, a, in_fp32(global_scale), mask, block_size=block)
@@ -313,15 +342,15 @@ def nvfp4_batched_quantize(
         (a_fp4, a_sf): `[b, m, k / 2]`, uint8, and `[b, padded m * padded k / sf_vec_size]`, uint8, in the 128x4 layout.
 
     Raises:
-        NotImplementedError: sf_vec_size or nvfp4_4over6 is not supported.
+        NotImplementedError: sf_vec_size is not supported.
         ValueError: A shape, stride or device does not fit; the text names the argument.
         TypeError: A dtype does not fit.
     """
     if a_global_sf is None:
         raise TypeError("a_global_sf must be a torch.Tensor; got None")
-    _check_recipe(nvfp4_4over6)
+    recipe = resolve_nvfp4_4over6(nvfp4_4over6)
     _check_block(sf_vec_size, 16, 32)
-    out, scales = _quantize_batch(a, a_global_sf, sf_vec_size, None)
+    out, scales = _quantize_batch(a, a_global_sf, sf_vec_size, None, recipe)
     return out, scales.flatten(1)
 
 
@@ -343,18 +372,17 @@ def scaled_fp4_grouped_quantize(
         written; scales of such rows are 0 in the last tile of 128 rows with a valid one, and not written in later ones.
 
     Raises:
-        NotImplementedError: nvfp4_4over6 is not supported.
         ValueError: A shape, stride or device does not fit; the text names the argument.
         TypeError: A dtype does not fit.
     """
-    _check_recipe(nvfp4_4over6)
+    recipe = resolve_nvfp4_4over6(nvfp4_4over6)
     if mask is None:
         raise TypeError("mask must be a torch.Tensor; got None")
     if a_global_sf is None:
         raise TypeError("a_global_sf must be a torch.Tensor; got None")
     import torch
 
-    out, scales = _quantize_batch(a, a_global_sf, 16, mask)
+    out, scales = _quantize_batch(a, a_global_sf, 16, mask, recipe)
     return out.permute(1, 2, 0), grouped_scales(scales.view(torch.float8_e4m3fn))
 
 

@@ -240,6 +240,8 @@ def test_the_best_timer_that_works_is_used_with_a_reason(
     found = gpu.Session(lambda x: None, Inputs(), 0, CPU, options).measure()
     assert found.timer == timer
     assert reason in found.timer_reason
+    fallback = ["not here Falling back to CUDA events."] if reason == "not here" else []
+    assert [text for text in found.warnings if "Falling back" in text] == fallback
     assert found.samples_ns[0] == {"cupti": 1.0, "graph_events": 2.0, "events": 20.0}[timer]
 
 

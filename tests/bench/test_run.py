@@ -17,6 +17,7 @@ import torch
 from fi_bench import backends, case, parsing, record, schedule
 from fi_bench.cases import norm
 from fi_bench.cli import main
+from fi_bench.measure import Cache, Measurement
 from fi_bench.runner import CaseRun
 from fi_core.testing import l2
 
@@ -44,6 +45,20 @@ def test_a_checked_run_prints_results_and_details(line: list[str], capsys: pytes
     assert "[INFO] Running test" in out
     assert re.search(r"\[VVERBOSE\] \w+\.shape = torch\.Size", out)
     assert "refcheck ok" in out
+
+
+def test_a_missing_cupti_is_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In FlashInfer's words; each row keeps it."""
+    told = "CUPTI is not installed. Try 'pip install -U cupti-python'. Falling back to CUDA events."
+
+    def measured(call: object, inputs: object, work_bytes: int, device: object, options: object) -> Measurement:
+        return Measurement([1e3] * 6, "events", Cache("warm"), warnings=[told])
+
+    monkeypatch.setattr("fi_bench.runner.measure", measured)
+    monkeypatch.setattr("fi_bench.runner._said", set())
+    assert main([*RMS, "--backends", "cpu", "torch"]) == 0
+    out = capsys.readouterr().out
+    assert out.count(f"[WARNING] {told}\n") == out.count("Falling back") == 1
 
 
 @pytest.mark.parametrize("routine", ["BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper"])

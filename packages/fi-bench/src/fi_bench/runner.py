@@ -16,7 +16,7 @@ from fi_bench.case import Case, Inputs, Outputs, Work
 from fi_bench.catalog import family_of
 from fi_bench.console import Log, human_time, perf, say
 from fi_bench.errors import ContextLostError, MismatchError, SkipError
-from fi_bench.measure import Measurement, Options, measure
+from fi_bench.measure import FALLBACK, Measurement, Options, measure
 from fi_bench.measure.ranks import count, gathered
 from fi_core.runtime.errors import LibraryError, UnsupportedError
 
@@ -298,7 +298,11 @@ class CaseRun:
             f"{found['timer']}, {found['regime']}, cache {found['cache_state']} ({found['cache']['how']}){clock}{check}"
         )
         for warning in found["warnings"]:
-            say("WARNING", f"{label}: {warning}")
+            if not warning.endswith(FALLBACK):
+                say("WARNING", f"{label}: {warning}")
+            elif warning not in _said:  # of the machine, not of a backend
+                _said.add(warning)
+                say("WARNING", warning)
 
 
 @contextlib.contextmanager
@@ -390,6 +394,7 @@ def _here() -> str:
     return "compute capability {}.{}".format(*torch.cuda.get_device_capability())
 
 
+_said: set[str] = set()
 _environment: dict[str, Any] = {}
 
 

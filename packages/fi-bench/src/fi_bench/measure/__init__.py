@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fi_bench.case import Inputs
-from fi_bench.measure.gpu import measure_gpu
+from fi_bench.measure.gpu import FALLBACK, measure_gpu
 from fi_bench.measure.ranks import grouped, measure_ranks
 from fi_bench.measure.samples import Cache, Call, Measurement, Options
 from fi_bench.measure.wall import measure_cpu
@@ -13,7 +13,7 @@ from fi_bench.measure.wall import measure_cpu
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Cache", "Call", "Measurement", "Options", "measure"]
+__all__ = ["FALLBACK", "Cache", "Call", "Measurement", "Options", "measure"]
 
 
 def measure(call: Call, inputs: Inputs, work_bytes: int, device: torch.device, options: Options) -> Measurement:

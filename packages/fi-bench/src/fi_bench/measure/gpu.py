@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 Run = Callable[[], object]
+FALLBACK = "Falling back to CUDA events."  # FlashInfer's words
 _STEADY, _STEADY_CHECKS, _STEADY_SECONDS, _CHECK_NS = 0.98, 3, 1.0, 3e6
 _SLOW_CLOCK = 0.75  # of the fastest sample; a slower one is retaken
 _SUSTAINED_NS, _SUSTAINED_SECONDS = 1e6, 0.3  # longer calls are measured under steady load, after this time of it
@@ -78,6 +79,7 @@ class Session:
                 return self._by_cupti()
             except CuptiUnavailableError as error:
                 reasons.append(str(error))
+                self.warnings.append(f"{error} {FALLBACK}")
         if not self.options.graph:
             reasons.append("no CUDA graph was asked for")
         else:

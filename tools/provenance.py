@@ -68,6 +68,7 @@ def statement(folder: Path, command: str) -> dict[str, Any]:
         "tree": git("rev-parse", "HEAD^{tree}"),
         "modified": bool(git("status", "--porcelain")),
         "architectures": os.environ.get("FI_CUDA_ARCH_LIST", "all"),
+        "ops": os.environ.get("FI_AOT_OPS", "all"),
     }
     packages = [package for name in BUILDERS if (package := _package(name))]
     return {

@@ -4,7 +4,7 @@
 of compiled kernels. The second clone lies under a long path, with another umask, time zone, hash seed and number of
 jobs. Every file must have the same bytes. `--against FOLDER` builds once and compares with the wheels of a folder by
 content: unpacked binaries, modules, sources and METADATA, since another zlib or liblzma packs the same content to other
-bytes. Names of packages limit both to these.
+bytes. Names of packages limit both to these; FI_CUDA_ARCH_LIST and FI_AOT_OPS limit what the binary packages hold.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ HERE = {"TZ": "UTC", "LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "0"}
 ELSEWHERE = {"TZ": "Asia/Tokyo", "LC_ALL": "C", "PYTHONHASHSEED": "7", "MAX_JOBS": "1"}
 
 
-def build(clone: Path, out: Path, packages: tuple[str, ...], umask: int, environment: Mapping[str, str]) -> None:
-    """Clones HEAD and builds wheel and sdist of each package, as `python -m build` does, without the store."""
+def build(
+    commit: str, clone: Path, out: Path, packages: tuple[str, ...], umask: int, environment: Mapping[str, str]
+) -> None:
+    """Clones a commit and builds wheel and sdist of each package, as `python -m build` does, without the store."""
     os.umask(umask)
-    subprocess.run(["git", "clone", "-q", "--no-hardlinks", str(ROOT), str(clone)], check=True)
+    subprocess.run(["git", "clone", "-q", "--no-hardlinks", "--no-checkout", str(ROOT), str(clone)], check=True)
+    subprocess.run(["git", "checkout", "-q", "--detach", commit], cwd=clone, check=True)
     for name in packages:
         command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--sdist", "--outdir", str(out)]
         variables = {**os.environ, "FI_AOT_STORE": "", **environment}
@@ -127,7 +130,9 @@ def main() -> None:
         print("note: HEAD is built; changes that are not committed are left out", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="fi-rebuild-") as scratch:
         base = Path(scratch)
-        build(base / "one", base / "first", packages, 0o022, HERE)
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+        commit = head.stdout.strip()  # of both clones, also if HEAD moves meanwhile
+        build(commit, base / "one", base / "first", packages, 0o022, HERE)
         if given.against:
             wanted = re.compile("|".join(f"{name.replace('-', '_')}-" for name in packages))
             chosen = base / "second"
@@ -138,7 +143,7 @@ def main() -> None:
             found = compare(base / "first", chosen, by_content=True)
         else:
             long = base / "a folder" / ("long" * 30)
-            build(long / "clone", base / "second", packages, 0o077, ELSEWHERE)
+            build(commit, long / "clone", base / "second", packages, 0o077, ELSEWHERE)
             found = compare(base / "first", base / "second")
         count = len(list((base / "first").iterdir()))
         if given.out:

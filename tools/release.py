@@ -7,6 +7,7 @@ signed or uploaded.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LIMITS = ("FI_CUDA_ARCH_LIST", "FI_AOT_OPS")  # of what the binary packages hold
 
 
 def git(*words: str) -> str:
@@ -69,6 +71,10 @@ def bills(folder: Path) -> int:
 def uploads(folder: Path) -> int:
     """Prints what a person does with the files."""
     version = (ROOT / "VERSION").read_text().strip()
+    limits = [f"{name}={os.environ[name]}" for name in LIMITS if os.environ.get(name)]
+    if limits:
+        print(f"A trial with {' and '.join(limits)}: every step has passed, and nothing is to be uploaded.")
+        return 0
     files = sorted(path for pattern in ("*.whl", "*.tar.gz") for path in folder.rglob(pattern))
     print(f"Release {version} of {git('rev-parse', 'HEAD')} is ready. A person now")
     print(f"  tags the commit:            git tag -s v{version}")

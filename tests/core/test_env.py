@@ -41,6 +41,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ("jit_lineinfo", "FI_JIT_LINEINFO", "on", True),
         ("jit_prebuild_max_jobs", "FI_JIT_PREBUILD_MAX_JOBS", "3", 3),
         ("aot_store", "FI_AOT_STORE", "1", True),
+        ("aot_ops", "FI_AOT_OPS", "rmsnorm, sample", ("rmsnorm", "sample")),
         ("aot_machine", "FI_AOT_MACHINE", "aarch64", "aarch64"),
         ("max_jobs", "MAX_JOBS", "7", 7),
         ("no_color", "NO_COLOR", "1", True),

@@ -127,6 +127,7 @@ def test_a_wheel_from_the_sdist_is_the_same(package: str, wheels: dict[str, Path
     assert built.read_bytes() == wheels[package.replace("-", "_")].read_bytes()
 
 
+@pytest.mark.index
 def test_jit_cache_is_reproducible(wheels: dict[str, Path], tmp_path: Path) -> None:
     """Built again, from the sdist, in another folder, with nothing but what it asks pip for: the same bytes.
 
@@ -137,6 +138,7 @@ def test_jit_cache_is_reproducible(wheels: dict[str, Path], tmp_path: Path) -> N
     assert built.read_bytes() == wheels["fi_jit_cache"].read_bytes()
 
 
+@pytest.mark.index
 def test_cubin_is_reproducible(wheels: dict[str, Path], tmp_path: Path) -> None:
     """As above, for one architecture: its files are those of the whole wheel."""
     _, narrow = build("fi-cubin", tmp_path, FI_CUDA_ARCH_LIST="8.0", FI_AOT_STORE="1")

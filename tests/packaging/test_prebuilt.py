@@ -25,6 +25,7 @@ HOST, DEVICE = "fi-jit-cache", "fi-cubin"
 NOWHERE = "nowhere: FI_JIT=off forbids to compile it"
 
 
+@pytest.mark.whole
 def test_every_cpu_op_runs(site: Callable[..., Site]) -> None:
     """Whatever needs no code of a user passes on prebuilt modules alone; witness.py holds that no other was used.
 
@@ -41,6 +42,7 @@ def test_every_cpu_op_runs(site: Callable[..., Site]) -> None:
     assert "witness" not in done.stdout
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("arch", [target.arch for target in aot.targets() if target.kind == "cuda"])
 def test_every_kernel_binds_and_nothing_is_compiled(arch: str, site: Callable[..., Site], mock_driver: Path) -> None:
     """Every CPU module, and every launcher with each of its device binaries, on a GPU that is only played."""

@@ -45,8 +45,10 @@ def targets() -> tuple[Target, ...]:
 
 def specs(op: Op, target: Target) -> Iterator[Spec]:
     """The op's prebuilt specs on a target: one for each implementation that supports a request of its grid or of a
-    serving profile there, without duplicates.
+    serving profile there, without duplicates. None of an op that FI_AOT_OPS leaves out.
     """
+    if env.aot_ops and op.name not in env.aot_ops:
+        return
     values = itertools.chain(op.grid(), profiles.shipped().get(op.name, ()))
     requests = (Request.of(op, target, given) for given in values)
     yield from dict.fromkeys(spec for request in requests for spec in dispatch.specs(request))
@@ -55,7 +57,12 @@ def specs(op: Op, target: Target) -> Iterator[Spec]:
 def grid(kinds: Collection[str] = KINDS, keep: Callable[[Spec], bool] = lambda spec: True) -> dict[Artifact, Spec]:
     """Every file of these kinds, and a spec that needs it. A host module serves all CUDA architectures of
     FI_AOT_MACHINE. keep: which specs are wanted.
+
+    Raises ValueError if FI_AOT_OPS names an op that there is not.
     """
+    unknown = sorted(set(env.aot_ops) - set(ops()))
+    if unknown:
+        raise ValueError(f"FI_AOT_OPS: names of ops are required, such as {min(ops())}; got {', '.join(unknown)}")
     every = (spec for op in ops().values() for target in targets() for spec in specs(op, target))
     found = files_of(spec for spec in every if keep(spec))
     host = Target("cpu", env.aot_machine)

@@ -248,6 +248,9 @@ class Env:
     aot_store = Variable[bool](
         BOOL, False, "build", "Build binary packages from the compiled kernels in FI_CACHE_DIR; add what it lacks."
     )
+    aot_ops = Variable[tuple[str, ...]](
+        COMMAS, (), "build", "Ops of a binary package that is built to try its release.", default_doc="every op"
+    )
     aot_machine = Variable[str](
         _choice("x86_64", "aarch64"), "", "build", "Machine of the host modules of a binary package; others than this "
         "one need the cross compiler of Debian.", derive=platform.machine, default_doc="this machine"

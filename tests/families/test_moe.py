@@ -301,6 +301,14 @@ def test_nvfp4_weights(e: int, k: int, h: int, i: int, tokens: int, swizzled: bo
     assert error(out, experts(dx, ids, weights, d1, d2)) < LIMIT["16 bits"]
 
 
+def test_profile_ids_may_be_a_list() -> None:
+    """It has no effect, and is no part of the key of a plan."""
+    x, (w1, w2) = rand(3, 64, dtype=BF16, device="cpu"), layer(4, 64, 64, "cpu")
+    given = (x, *chosen(3, 4, 2, "cpu"), w1, w2, BF16)
+    for _ in range(2):
+        assert torch.equal(cutlass_fused_moe(*given, profile_ids=[3, 5]), cutlass_fused_moe(*given))
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("e", "k", "h", "i", "tokens"), MIXED)
 def test_mxfp8_input(e: int, k: int, h: int, i: int, tokens: int, bits: int, device: str) -> None:

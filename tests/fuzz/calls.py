@@ -102,6 +102,17 @@ def _made(name: str, make: Callable[[], tuple[Callable[..., Any], Arguments]]) -
     return Scenario(name, start)
 
 
+def _of_a_group(name: str, make: Callable[[], tuple[Callable[..., Any], Arguments]]) -> Scenario:
+    """A call that needs a process group of torch."""
+    plain = _made(name, make)
+
+    def start(hook: Hook, seed: int) -> Any:
+        with comm_calls.group_of_one():
+            return plain.start(hook, seed)
+
+    return Scenario(name, start)
+
+
 def _over_tables(options: Arguments, **more: Any) -> Arguments:
     return tables.arguments(paged([37, 3, 16], **options), **more)
 
@@ -285,6 +296,8 @@ def scenarios() -> list[Scenario]:
         *map(_described, DESCRIBED),
         *_examples(),
         *(_made(f"ranks:{name}", make) for name, make in comm_calls.CALLS.items()),
+        *(_of_a_group(f"group:{name}", make) for name, make in comm_calls.CALLS_OF_A_GROUP.items()),
+        *(_made(f"layer:{name}", make) for name, make in moe_calls.LAYERS.items()),
         *(_session(name, session) for name, session in sessions.items()),
     ]
 

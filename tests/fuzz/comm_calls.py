@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from families.harness import rand
 from fi_core import comm
-from fi_core.comm import dcp_alltoall, moe_alltoall, trtllm_ar, trtllm_custom_ar, vllm_ar
+from fi_core.comm import (
+    dcp_alltoall,
+    mixed_comm,
+    moe_alltoall,
+    quantized_allreduce,
+    trtllm_ar,
+    trtllm_custom_ar,
+    vllm_ar,
+)
 from fi_core.comm.mnnvl import MnnvlConfig, OneRank
 from fi_core.comm.workspace import CommWorkspace, TRTLLMAllReduceFusionWorkspace
 
@@ -219,4 +230,73 @@ CALLS: dict[str, Callable[[], Call]] = {
     "sum of experts": lambda: _of_experts(6), "finalize": lambda: _of_experts(12),
     "TensorRT-LLM's all-reduce": _trtllm_custom, "TensorRT-LLM's sum of experts": lambda: _trtllm_experts(True),
     "TensorRT-LLM's finalize": lambda: _trtllm_experts(False),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone, which ends with the call."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        quantized_allreduce.workspaces.clear()
+        dist.destroy_process_group()
+
+
+def _merged_attention() -> Call:
+    workspace = comm.decode_cp_a2a_lse_reduce_create_workspace(3, 4, 1, 64, BF16, dist.group.WORLD)
+    return comm.decode_cp_a2a_lse_reduce, {
+        "partial_o": rand(3, 4, 1, 64, dtype=BF16, device="cpu"), "partial_lse": torch.zeros(3, 4, 1),
+        "workspace": workspace, "cp_rank": 0, "cp_size": 1,
+    }  # fmt: skip
+
+
+def _over_pcie() -> Call:
+    workspace = comm.PcieIpcAllReduceWorkspace(dist.group.WORLD, 1024, device=CPU, timeout=20.0)
+    x = _rows()
+    return comm.PcieIpcAllReduceWorkspace.all_reduce, {"self": workspace, "inp": x, "out": torch.empty_like(x)}
+
+
+def _quantized() -> Call:
+    x = _rows()
+    return quantized_allreduce.quantized_all_reduce, {
+        "inp": x, "group": dist.group.WORLD, "scale_group": 16, "output": torch.empty_like(x),
+    }  # fmt: skip
+
+
+def _ulysses(gather: bool) -> Call:
+    communicator = comm.UlyssesCommunicator(max_elems=1024, dtype=BF16, device=CPU)
+    move = comm.UlyssesCommunicator.gather_heads if gather else comm.UlyssesCommunicator.scatter_heads
+    return move, {"self": communicator, next(iter(_parameters(move))): rand(1, 3, 4, 8, dtype=BF16, device="cpu")}
+
+
+def _parameters(method: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(method).parameters if name != "self"]
+
+
+def _grid() -> dict[str, Any]:
+    sizes = ("world_rank", "world_size", "local_rank", "local_size", "inter_rank", "inter_size")
+    return {
+        **dict(zip(sizes, (0, 1, 0, 1, 0, 1))), "local_tp_size": 1, "local_dp_size": 1, "inter_tp_size": 1,
+        "inter_dp_size": None, "dtype": BF16, "device": CPU,
+    }  # fmt: skip
+
+
+def _handler() -> Call:
+    init = mixed_comm.MixedCommHandler.__init__
+    return init, {"self": object.__new__(mixed_comm.MixedCommHandler), **_grid()}
+
+
+def _mixed() -> Call:
+    x = _rows()
+    return mixed_comm.run_mixed_comm, {
+        "op": mixed_comm.MixedCommOp.ALLREDUCE, "handler": mixed_comm.MixedCommHandler(**_grid()), "x_in": x,
+        "x_out": torch.empty_like(x),
+    }  # fmt: skip
+
+
+CALLS_OF_A_GROUP: dict[str, Callable[[], Call]] = {
+    "merged attention": _merged_attention, "PCIe": _over_pcie, "quantized": _quantized,
+    "scatter heads": lambda: _ulysses(False), "gather heads": lambda: _ulysses(True), "grid": _handler, "mixed": _mixed,
 }  # fmt: skip

@@ -106,6 +106,65 @@ def _topk() -> Arguments:
     }  # fmt: skip
 
 
+def _interleaved() -> Arguments:
+    ids, weights = chosen(TOKENS, E, K, "cpu")
+    up, down = _weights()
+    return {
+        "x": _x(), "token_selected_experts": ids, "token_final_scales": weights, "w1_weight": up, "w2_weight": down,
+        "num_experts": E, "top_k": K, "moe_output": torch.empty(TOKENS, H, dtype=BF16),
+    }  # fmt: skip
+
+
+def _e4m3_tokens() -> Arguments:
+    ids, weights = chosen(TOKENS, E, K, "cpu")
+    prepare: Any = fused_moe.preprocess_moe_weights_for_sm90_mixed_gemm_humming
+    (w1, s1, r1), (w2, s2, r2) = (prepare(*mxfp4_quantized(w)[:2]) for w in _weights())
+    return {
+        "input": _x(), "token_selected_experts": ids, "token_final_scales": weights, "fc1_expert_weights": w1,
+        "fc2_expert_weights": w2, "output_dtype": BF16, "quant_scales": [s1, r1 * 64, r1, s2, r2 * 64],
+        "use_w4_group_scaling": True, "use_wfp4afp8_humming": True,
+    }  # fmt: skip
+
+
+def _config() -> fused_moe.MoEConfig:
+    return fused_moe.MoEConfig(
+        fused_moe.RoutingConfig(E, K), fused_moe.QuantConfig(), fused_moe.ExpertConfig(INTER), fused_moe.SwiGLU(2.0)
+    )
+
+
+def _layer() -> tuple[Callable[..., Any], Arguments]:
+    kind: Any = fused_moe.MoELayer
+    return kind.__init__, {"self": object.__new__(kind), "config": _config(), "device": torch.device("cpu")}
+
+
+def _call() -> tuple[Callable[..., Any], Arguments]:
+    kind: Any = fused_moe.MoELayer
+    ids, weights = chosen(TOKENS, E, K, "cpu")
+    up, down = _weights()
+    view = {"fc1_expert_weights": up, "fc2_expert_weights": down}
+    return kind.__call__, {
+        "self": kind(_config(), torch.device("cpu")), "act_pack": fused_moe.MoEActivationPack(_x(), None, ids, weights),
+        "weight_pack": fused_moe.MoEWeightPack({"cutlass_bf16": view}),
+    }  # fmt: skip
+
+
+def _wrapper() -> tuple[Callable[..., Any], Arguments]:
+    kind: Any = fused_moe.CuteDslBf16MoEWrapper
+    sizes = {"num_experts": E, "top_k": K, "hidden_size": H, "intermediate_size": INTER}
+    return kind.__init__, {"self": object.__new__(kind), **sizes, "output_dtype": BF16, "swiglu_limit": 7.0}
+
+
+def _wrapped() -> tuple[Callable[..., Any], Arguments]:
+    kind: Any = fused_moe.CuteDslBf16MoEWrapper
+    given = {name: value for name, value in _interleaved().items() if name not in ("num_experts", "top_k")}
+    return kind.run, {"self": kind(E, K, H, INTER), **given}
+
+
+LAYERS: dict[str, Callable[[], tuple[Callable[..., Any], Arguments]]] = {
+    "of a config": _layer, "call": _call, "wrapper": _wrapper, "wrapped": _wrapped,
+}  # fmt: skip
+
+
 def calls() -> Iterator[tuple[str, Callable[..., Any], Callable[[], Arguments]]]:
     """A name, the function, and what makes its arguments."""
     moe: Any = fused_moe
@@ -122,6 +181,8 @@ def calls() -> Iterator[tuple[str, Callable[..., Any], Callable[[], Arguments]]]
     )  # fmt: skip
     yield "experts:fp4 routed", moe.trtllm_fp4_block_scale_routed_moe, lambda: {**_experts(False), **_fp4()}
     yield "experts:topk", moe.fused_topk_deepseek, _topk
+    yield "experts:interleaved", moe.cute_dsl_fused_moe_bf16, _interleaved
+    yield "experts:e4m3 tokens", moe.cutlass_fused_moe, _e4m3_tokens
     yield "experts:workspace", moe.cutlass_fused_moe_workspace_size, lambda: {
         "max_num_tokens": TOKENS, "hidden_size": H, "intermediate_size": INTER, "num_experts_total": E, "top_k": K,
         "x_dtype": BF16, "weight_dtype": BF16,

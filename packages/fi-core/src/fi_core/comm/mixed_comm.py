@@ -341,6 +341,8 @@ def run_mixed_comm(
             f"x_out must be {x_in.dtype} of shape {list(shape)} on {x_in.device}; got {x_out.dtype} "
             f"{list(x_out.shape)} on {x_out.device}"
         )
+    if x_out is not None and any(step == 0 and size > 1 for step, size in zip(x_out.stride(), x_out.shape)):
+        raise ValueError(f"x_out must have memory of its own for each element; got strides {list(x_out.stride())}")
     if mode is None:
         both = MixedCommMode.NCCL_TP_DP if info.use_mixed else MixedCommMode.NCCL_ONE
         mode = MixedCommMode.AUTOTUNE if handler.use_autotune else both

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["quantized_all_reduce"]
 
 _LIMIT = 448.0  # the largest number of e4m3
-_workspaces: dict[tuple[object, torch.device], AllToAllWorkspace] = {}
+workspaces: dict[tuple[object, torch.device], AllToAllWorkspace] = {}
 
 
 def _packed(x: torch.Tensor, scale_group: int) -> torch.Tensor:
@@ -74,6 +74,7 @@ def quantized_all_reduce(
 
     Raises:
         ValueError: a shape, dtype or number does not fit.
+        TypeError: group is none.
         RuntimeError: the GPUs cannot access each other, or an earlier call has failed.
     """
     import torch
@@ -83,8 +84,11 @@ def quantized_all_reduce(
             f"inp must be bfloat16, contiguous and a multiple of 8 elements; got {inp.dtype}, {list(inp.shape)}, "
             f"strides {inp.stride()}"
         )
+    if not isinstance(group, torch.distributed.ProcessGroup):
+        raise TypeError(f"group must be a process group of torch.distributed; got {type(group).__name__}")
     if scale_group <= 0:
         raise ValueError(f"scale_group must be positive; got {scale_group}")
+    scale_group = min(scale_group, round_up(max(inp.numel(), 1), 16))  # one group, and no memory for what is not there
     if output is None:
         output = torch.empty_like(inp)
     elif (output.shape, output.dtype, output.device) != (
@@ -98,9 +102,9 @@ def quantized_all_reduce(
         )
     if inp.numel() == 0:
         return output
-    workspace = _workspaces.get((group, inp.device))
+    workspace = workspaces.get((group, inp.device))
     if workspace is None:
-        workspace = _workspaces[group, inp.device] = AllToAllWorkspace(inp.device, TorchDistBackend(group))
+        workspace = workspaces[group, inp.device] = AllToAllWorkspace(inp.device, TorchDistBackend(group))
     world, count = workspace.world_size, inp.numel()
     width = ceil_div(ceil_div(count, scale_group), world) * scale_group  # elements that a rank sums
     rows = torch.zeros(world, width, dtype=torch.float32, device=inp.device)

@@ -156,8 +156,12 @@ class MoELayer:
     def __init__(self, config: MoEConfig, device: torch.device | None = None) -> None:
         import torch
 
+        if not isinstance(config, MoEConfig):
+            raise TypeError(f"config must be a MoEConfig; got {type(config).__name__}")
         self.config = config
         here = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+        if device is not None and not isinstance(device, (str, torch.device)):
+            raise TypeError(f"device must be a device of torch; got {device!r}")
         self.device = torch.device(here if device is None else device)
         self._winner: str | None = None
         reasons = {type(candidate).__name__: self._missing(candidate) for candidate in config.backend}
@@ -231,11 +235,18 @@ class MoELayer:
 
         Raises:
             ValueError: there are more tokens than execution.tune_max_num_tokens, or a shape does not fit.
+            TypeError: a pack or a dtype is another.
             KeyError: weights of this format were not prepared.
             NotImplementedError: routing_input_mode is FromLogits.
         """
         import torch
 
+        for name, pack, kind in (
+            ("act_pack", act_pack, MoEActivationPack),
+            ("weight_pack", weight_pack, MoEWeightPack),
+        ):
+            if not isinstance(pack, kind):
+                raise TypeError(f"{name} must be a {kind.__name__}; got {type(pack).__name__}")
         config, limit = self.config, self.config.execution.tune_max_num_tokens
         if act_pack.num_tokens > limit:
             raise ValueError(

@@ -59,7 +59,8 @@ class NVFP44Over6Config:
     @property
     def err_mode_name(self) -> str:
         """ "MAE" or "MSE"."""
-        return NVFP44Over6ErrMode(self.err_mode).name
+        assert isinstance(self.err_mode, NVFP44Over6ErrMode)
+        return self.err_mode.name
 
 
 def resolve_nvfp4_4over6(setting: object = None) -> NVFP44Over6Config | None:
@@ -143,4 +144,5 @@ def laid_out(scales: torch.Tensor, layout: SfLayout) -> torch.Tensor:
     tiles = padded.unflatten(-1, (-1, 4)).unflatten(-3, (-1, _TILE_ROWS[layout])).transpose(-3, -2)
     if layout is SfLayout.layout_128x4:  # row r of a tile lies at r % 32, r // 32
         tiles = tiles.unflatten(-2, (4, 32)).transpose(-3, -2)
-    return tiles.reshape(padded.shape)
+    found: torch.Tensor = tiles.reshape(padded.shape)
+    return found

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from fi_core.runtime.launch import torch_op
@@ -451,9 +451,14 @@ class _Plans:
                 builder.begin([x if axis is None else None for x, axis in listed])
 
     def _recover(self, values: tuple[Any, ...], error: Exception) -> None:
-        """Raises the error of a call, unless a tensor is one that only the ops themselves can take or refuse."""
+        """Raises the error of a call, unless a tensor is one that only the ops themselves can take or refuse, or a
+        value is no part of a key, as a list is not.
+        """
         tensors = [x for p, value in zip(self.parameters, values) if p in self.tensors for x in _listed(p, value)]
-        if not any(x is not None and torch_op.unreadable(x) for x in tensors):
+        plain = (value for p, value in zip(self.parameters, values) if p not in self.tensors)
+        if all(isinstance(value, Hashable) for value in plain) and not any(
+            x is not None and torch_op.unreadable(x) for x in tensors
+        ):
             raise torch_op.without_frames(error)
 
 

@@ -21,10 +21,28 @@ from fi_bench.peers import FLASHINFER, LIBRARIES, Library
 # FlashInfer's names of backends. Those that a function here takes time that function (`labels`); the others time
 # FlashInfer's own, which `flashinfer:cutlass` always does.
 _FOREIGN = (
-    "cudnn-native", "cutlass", "trtllm", "trtllm-gen", "trtllm-native", "trtllm-fmha-v2", "cute-dsl", "prims-ts",
-    "triton", "fla", "cudsl", "tgv", "cublaslt", "b12x", "tinygemm", "cutile", "trtllm_low_latency",
-    "flashinfer-decomp", "flashinfer-fused", "cutekda", "flash-kda",
-)  # fmt: skip
+    "cudnn-native",
+    "cutlass",
+    "trtllm",
+    "trtllm-gen",
+    "trtllm-native",
+    "trtllm-fmha-v2",
+    "cute-dsl",
+    "prims-ts",
+    "triton",
+    "fla",
+    "cudsl",
+    "tgv",
+    "cublaslt",
+    "b12x",
+    "tinygemm",
+    "cutile",
+    "trtllm_low_latency",
+    "flashinfer-decomp",
+    "flashinfer-fused",
+    "cutekda",
+    "flash-kda",
+)
 _RENAMED = {"trtllm-gen-native": "trtllm-native", "prims_ts": "prims-ts", "trtllm": "trtllm-gen"}
 _PUBLIC = ("fa2", "fa2_tc", "fa3")  # values of `backend=` that the wrappers of FlashInfer and of fi-core accept
 _DEVICES = ("auto", "cpu", "cuda")

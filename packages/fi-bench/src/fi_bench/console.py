@@ -13,9 +13,18 @@ from fi_core.runtime.env import env
 
 _COLOURS = {"PERF": "32", "WARNING": "33", "ERROR": "31"}
 _STYLES = {
-    "FASTER": "green", "SLOWER": "bold red", "AMBIGUOUS": "yellow", "ok": "green", "mismatch": "bold red",
-    "failed": "bold red", "crashed": "bold red", "timeout": "bold red", "skipped": "dim", "-": "dim", "ready": "green",
-}  # fmt: skip
+    "FASTER": "green",
+    "SLOWER": "bold red",
+    "AMBIGUOUS": "yellow",
+    "ok": "green",
+    "mismatch": "bold red",
+    "failed": "bold red",
+    "crashed": "bold red",
+    "timeout": "bold red",
+    "skipped": "dim",
+    "-": "dim",
+    "ready": "green",
+}
 
 
 def coloured(stream: TextIO) -> bool:

@@ -13,9 +13,19 @@ from typing import Any
 from fi_bench import __version__
 
 _PACKAGES = (
-    "fi-core", "fi-kernels", "fi-jit-cache", "fi-cubin", "torch", "triton", "apache-tvm-ffi", "cupti-python",
-    "nvidia-ml-py", "flashinfer-python", "flash-attn-3", "numpy",
-)  # fmt: skip
+    "fi-core",
+    "fi-kernels",
+    "fi-jit-cache",
+    "fi-cubin",
+    "torch",
+    "triton",
+    "apache-tvm-ffi",
+    "cupti-python",
+    "nvidia-ml-py",
+    "flashinfer-python",
+    "flash-attn-3",
+    "numpy",
+)
 
 
 def _version(package: str) -> str | None:

@@ -87,9 +87,16 @@ def flash_attention3() -> Callable[..., Any]:
 
     def call(q: Any, k: Any, v: Any, *, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **options: Any) -> Any:
         found = function(
-            q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
-            **options, **more,
-        )  # fmt: skip
+            q=q,
+            k=k,
+            v=v,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_k,
+            max_seqlen_q=max_q,
+            max_seqlen_k=max_k,
+            **options,
+            **more,
+        )
         return found[0] if isinstance(found, tuple) else found
 
     return call

@@ -75,8 +75,12 @@ def _decode_grid(least_gb: float, most_gb: float) -> Callable[[], Iterator[str]]
     """Batch sizes, lengths, heads, data types and page sizes whose caches take a number of GB."""
 
     def lines() -> Iterator[str]:
-        axes = ((512, 1024, 4096, 8192, 32768, 131072), ("32/8", "64/8", "32/32", "28/4", "8/1"),
-                ("bfloat16", "fp8_e4m3"), (1, 16, 64))  # fmt: skip
+        axes = (
+            (512, 1024, 4096, 8192, 32768, 131072),
+            ("32/8", "64/8", "32/32", "28/4", "8/1"),
+            ("bfloat16", "fp8_e4m3"),
+            (1, 16, 64),
+        )
         for kv_len, heads, dtype, page in itertools.product(*axes):
             token = 2 * int(heads.partition("/")[2]) * 128 * (2 if dtype == "bfloat16" else 1)
             batches = [b for b in (1, 4, 16, 64, 128, 256) if least_gb < b * kv_len * token / _GB <= most_gb]
@@ -112,12 +116,25 @@ def prefill_more() -> Iterator[str]:
 
 
 _SAMPLING = (
-    "softmax", "sampling_from_logits", "sampling_from_probs", "top_k_sampling_from_probs", "top_p_sampling_from_probs",
-    "min_p_sampling_from_probs", "top_k_top_p_sampling_from_logits", "top_k_top_p_sampling_from_probs",
-    "top_k_renorm_probs", "top_p_renorm_probs", "top_k_mask_logits",
-)  # fmt: skip
-_DRAWN = ("softmax", "sampling_from_logits", "sampling_from_probs", "top_p_sampling_from_probs",
-          "top_k_top_p_sampling_from_logits")  # fmt: skip
+    "softmax",
+    "sampling_from_logits",
+    "sampling_from_probs",
+    "top_k_sampling_from_probs",
+    "top_p_sampling_from_probs",
+    "min_p_sampling_from_probs",
+    "top_k_top_p_sampling_from_logits",
+    "top_k_top_p_sampling_from_probs",
+    "top_k_renorm_probs",
+    "top_p_renorm_probs",
+    "top_k_mask_logits",
+)
+_DRAWN = (
+    "softmax",
+    "sampling_from_logits",
+    "sampling_from_probs",
+    "top_p_sampling_from_probs",
+    "top_k_top_p_sampling_from_logits",
+)
 
 
 def sampling() -> Iterator[str]:

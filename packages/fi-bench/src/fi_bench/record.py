@@ -146,8 +146,23 @@ def flat(record: Record) -> dict[str, Any]:
         **record.get("args", {}),
         **record.get("params", {}),
         **record.get("lengths", {}),
-        **{name: record.get(name) for name in ("routine", "backend", "resolved_backend", "record_id", "run_id", "trial",
-           "timestamp", "device", "library", "timer", "timer_reason", "regime")},
+        **{
+            name: record.get(name)
+            for name in (
+                "routine",
+                "backend",
+                "resolved_backend",
+                "record_id",
+                "run_id",
+                "trial",
+                "timestamp",
+                "device",
+                "library",
+                "timer",
+                "timer_reason",
+                "regime",
+            )
+        },
         "refcheck": bool(record.get("args", {}).get("refcheck")),
         "use_cupti": not record.get("args", {}).get("use_cuda_events"),
         "repro_command": record.get("repro", "") if record.get("args", {}).get("generate_repro_command") else "",
@@ -164,7 +179,7 @@ def flat(record: Record) -> dict[str, Any]:
         "refcheck_max_rel": check.get("max_rel"),
         "refcheck_mismatch_pct": check.get("mismatch_pct"),
         "torch": environment.get("packages", {}).get("torch"),
-    }  # fmt: skip
+    }
     row |= {name: environment.get(name) for name in ("gpu", "driver", "cuda", "fi_core", "commit")}
     if stats:
         row |= {
@@ -220,13 +235,32 @@ def _records(text: str, file: Path) -> Iterator[Record]:
 
 
 _ALWAYS: dict[str, type] = {
-    "record_id": str, "run_id": str, "trial": int, "timestamp": str, "case_key": str, "routine": str, "backend": str,
-    "status": str, "params": dict, "args": dict, "repro": str,
-}  # fmt: skip
+    "record_id": str,
+    "run_id": str,
+    "trial": int,
+    "timestamp": str,
+    "case_key": str,
+    "routine": str,
+    "backend": str,
+    "status": str,
+    "params": dict,
+    "args": dict,
+    "repro": str,
+}
 _MEASURED: dict[str, type] = {
-    "device": str, "env": dict, "timer": str, "regime": str, "cache": dict, "cache_state": str, "clocks": dict,
-    "warnings": list, "samples_ns": list, "stats": dict, "work": dict, "derived": dict,
-}  # fmt: skip
+    "device": str,
+    "env": dict,
+    "timer": str,
+    "regime": str,
+    "cache": dict,
+    "cache_state": str,
+    "clocks": dict,
+    "warnings": list,
+    "samples_ns": list,
+    "stats": dict,
+    "work": dict,
+    "derived": dict,
+}
 
 
 def incomplete(record: Record) -> str | None:
@@ -235,8 +269,11 @@ def incomplete(record: Record) -> str | None:
     found = next((name for name, kind in kinds.items() if not isinstance(record.get(name), kind)), None)
     if found or not record.get("stats"):
         return found
-    numbers = {"stats": ("median", "std", "std1", "ci_low", "ci_high", "n"), "work": ("flops", "bytes"),
-               "derived": ("tflops", "tb_per_sec")}  # fmt: skip
+    numbers = {
+        "stats": ("median", "std", "std1", "ci_low", "ci_high", "n"),
+        "work": ("flops", "bytes"),
+        "derived": ("tflops", "tb_per_sec"),
+    }
     for field, names in numbers.items():
         if not all(isinstance(record[field].get(name), int | float) for name in names):
             return field

@@ -410,9 +410,22 @@ def repro_command(args: Namespace) -> str:
 
     family = family_of(args.routine)
     words = ["fi-bench", "--routine", args.routine]
-    kept = {"backends", "num_iters", "dry_run_iters", "random_seed", "device", "cache", "flush", "regime",
-            "no_cuda_graph", "use_cuda_events", "refcheck", "allow_output_mismatch", "case_tag",
-            "enable_pdl"}  # fmt: skip
+    kept = {
+        "backends",
+        "num_iters",
+        "dry_run_iters",
+        "random_seed",
+        "device",
+        "cache",
+        "flush",
+        "regime",
+        "no_cuda_graph",
+        "use_cuda_events",
+        "refcheck",
+        "allow_output_mismatch",
+        "case_tag",
+        "enable_pdl",
+    }
     for flag in (*family.flags, *(f for f in GENERAL if f.name in kept)):
         name = flag.dest or flag.name
         value = getattr(args, name)

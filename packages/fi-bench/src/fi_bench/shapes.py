@@ -40,9 +40,22 @@ _PAGE_SIZE = 16
 # (n, k) of projections that no Model above gives: latent attention and its output, and shards of linear attention, of
 # shared experts and of models with a hidden size of 5120 and 6144 on eight ranks.
 _PROJECTIONS = (
-    (2112, 7168), (24576, 1536), (3072, 1536), (7168, 16384), (7168, 2048), (36864, 7168), (7168, 18432), (4608, 7168),
-    (7168, 2304), (576, 5120), (5120, 1024), (5120, 288), (1792, 5120), (25600, 6144), (4096, 1280),
-)  # fmt: skip
+    (2112, 7168),
+    (24576, 1536),
+    (3072, 1536),
+    (7168, 16384),
+    (7168, 2048),
+    (36864, 7168),
+    (7168, 18432),
+    (4608, 7168),
+    (7168, 2304),
+    (576, 5120),
+    (5120, 1024),
+    (5120, 288),
+    (1792, 5120),
+    (25600, 6144),
+    (4096, 1280),
+)
 
 
 def projections() -> list[tuple[int, int]]:

@@ -92,11 +92,22 @@ def gated_delta_rule_decode_pretranspose(
         raise ValueError("initial_state_indices must be given with initial_state")
     output = _output(output, q, v, pool.shape[1])
     recurrent_gated_delta_rule(
-        output, pool, q, k, v, A_log=A_log, a=a, dt_bias=dt_bias, b=b,
-        scale=_scale(scale, q), use_qk_l2norm=use_qk_l2norm,
-        state_indices=initial_state_indices, output_state_indices=output_state_indices,
-        intermediate_states=intermediate_states_buffer, update_state=not disable_state_update,
-    )  # fmt: skip
+        output,
+        pool,
+        q,
+        k,
+        v,
+        A_log=A_log,
+        a=a,
+        dt_bias=dt_bias,
+        b=b,
+        scale=_scale(scale, q),
+        use_qk_l2norm=use_qk_l2norm,
+        state_indices=initial_state_indices,
+        output_state_indices=output_state_indices,
+        intermediate_states=intermediate_states_buffer,
+        update_state=not disable_state_update,
+    )
     return output, pool
 
 
@@ -205,10 +216,13 @@ def gated_delta_rule_mtp(
     """
     _check_backend(backend)
     refuse(
-        "keep the state after each token in intermediate_states_buffer", cache_replayssm=cache_replayssm,
-        replayssm_rawv=replayssm_rawv, replayssm_rawk=replayssm_rawk, replayssm_g=replayssm_g,
+        "keep the state after each token in intermediate_states_buffer",
+        cache_replayssm=cache_replayssm,
+        replayssm_rawv=replayssm_rawv,
+        replayssm_rawk=replayssm_rawk,
+        replayssm_g=replayssm_g,
         replayssm_beta=replayssm_beta,
-    )  # fmt: skip
+    )
     if disable_state_update is None:
         warnings.warn("disable_state_update is None, which means True: pass it explicitly", stacklevel=2)
         disable_state_update = True
@@ -218,10 +232,21 @@ def gated_delta_rule_mtp(
         raise ValueError("disable_state_update must be False with ssm_state_indices")
     output = _output(output, q, v, initial_state.shape[1])
     recurrent_gated_delta_rule(
-        output, initial_state, q, k, v, A_log=A_log, a=a, dt_bias=dt_bias, b=b,
-        scale=_scale(scale, q), use_qk_l2norm=use_qk_l2norm,
-        state_indices=initial_state_indices, output_state_indices=output_state_indices,
-        intermediate_states=intermediate_states_buffer, token_state_indices=ssm_state_indices,
+        output,
+        initial_state,
+        q,
+        k,
+        v,
+        A_log=A_log,
+        a=a,
+        dt_bias=dt_bias,
+        b=b,
+        scale=_scale(scale, q),
+        use_qk_l2norm=use_qk_l2norm,
+        state_indices=initial_state_indices,
+        output_state_indices=output_state_indices,
+        intermediate_states=intermediate_states_buffer,
+        token_state_indices=ssm_state_indices,
         update_state=not disable_state_update,
-    )  # fmt: skip
+    )
     return output, initial_state

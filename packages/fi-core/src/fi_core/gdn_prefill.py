@@ -25,9 +25,15 @@ _LEAST_LENGTH = 256  # tokens
 
 
 def _sizes(
-    multiprocessors: int, tokens: int, heads: int, dim: int, sequences: int, splits: bool, length: int | None,
+    multiprocessors: int,
+    tokens: int,
+    heads: int,
+    dim: int,
+    sequences: int,
+    splits: bool,
+    length: int | None,
     channels: bool,
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     """(tokens of a segment, bytes of the workspace) of a call on the GPU; 0 tokens: sequences are not split.
 
     splits: whether sequences may be split, so that each SM gets 64 columns of a state. length: of a segment, or None.

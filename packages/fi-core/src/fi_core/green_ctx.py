@@ -69,9 +69,14 @@ def _split(source: _Resource, units: int, size: int) -> tuple[list[_Resource], _
     """Units of so many SMs, and the SMs that remain."""
     count, remaining, found = ctypes.c_uint(units), _Resource(), (_Resource * units)()
     _call(
-        "cuDevSmResourceSplitByCount", found, ctypes.byref(count), ctypes.byref(source), ctypes.byref(remaining),
-        ctypes.c_uint(0), ctypes.c_uint(size),
-    )  # fmt: skip
+        "cuDevSmResourceSplitByCount",
+        found,
+        ctypes.byref(count),
+        ctypes.byref(source),
+        ctypes.byref(remaining),
+        ctypes.c_uint(0),
+        ctypes.c_uint(size),
+    )
     if count.value != units:
         raise RuntimeError(
             f"sm_counts: {source.sm_count} SMs have {count.value} units of {size}; {units} are required in all"

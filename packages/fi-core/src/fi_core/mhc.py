@@ -104,24 +104,58 @@ def _mixed(dot_mix, squares, residual, mhc_scale, mhc_base, k, rms_eps, pre_eps,
 
 
 def _mhc_pre_reference(  # type: ignore[no-untyped-def]
-    dot_mix, sqrsum, residual, mhc_scale, mhc_base, k, rms_eps=1e-6, mhc_pre_eps=1e-6, mhc_sinkhorn_eps=1e-6,
-    mhc_post_mult_value=1.0, sinkhorn_repeat=20,
-):  # fmt: skip
+    dot_mix,
+    sqrsum,
+    residual,
+    mhc_scale,
+    mhc_base,
+    k,
+    rms_eps=1e-6,
+    mhc_pre_eps=1e-6,
+    mhc_sinkhorn_eps=1e-6,
+    mhc_post_mult_value=1.0,
+    sinkhorn_repeat=20,
+):
     return _mixed(
-        dot_mix, sqrsum.double(), residual, mhc_scale, mhc_base, k, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps,
-        mhc_post_mult_value, sinkhorn_repeat,
-    )  # fmt: skip
+        dot_mix,
+        sqrsum.double(),
+        residual,
+        mhc_scale,
+        mhc_base,
+        k,
+        rms_eps,
+        mhc_pre_eps,
+        mhc_sinkhorn_eps,
+        mhc_post_mult_value,
+        sinkhorn_repeat,
+    )
 
 
 def _mhc_prenorm_reference(  # type: ignore[no-untyped-def]
-    dot_mix, residual, mhc_scale, mhc_base, rms_eps=1e-6, mhc_pre_eps=1e-6, mhc_sinkhorn_eps=1e-6,
-    mhc_post_mult_value=1.0, sinkhorn_repeat=20,
-):  # fmt: skip
+    dot_mix,
+    residual,
+    mhc_scale,
+    mhc_base,
+    rms_eps=1e-6,
+    mhc_pre_eps=1e-6,
+    mhc_sinkhorn_eps=1e-6,
+    mhc_post_mult_value=1.0,
+    sinkhorn_repeat=20,
+):
     squares = residual.double().square().sum((-1, -2))
     return _mixed(
-        dot_mix, squares, residual, mhc_scale, mhc_base, 4 * residual.shape[-1], rms_eps, mhc_pre_eps,
-        mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat,
-    )  # fmt: skip
+        dot_mix,
+        squares,
+        residual,
+        mhc_scale,
+        mhc_base,
+        4 * residual.shape[-1],
+        rms_eps,
+        mhc_pre_eps,
+        mhc_sinkhorn_eps,
+        mhc_post_mult_value,
+        sinkhorn_repeat,
+    )
 
 
 def _pre_eager(dot_mix, residual, mhc_scale, mhc_base, sqrsum=None, k=None, **numbers):  # type: ignore[no-untyped-def]
@@ -418,10 +452,21 @@ def _pre(
     comb_mix = residual.new_empty((tokens, _STREAMS, _STREAMS), dtype=torch.float32)
     layer_input = residual.new_empty((tokens, h))
     _mhc_pre(
-        post_mix, comb_mix, layer_input, dot_mix=dot_mix.contiguous(), residual=residual.reshape(tokens, _STREAMS, h),
-        mhc_scale=scale.contiguous(), mhc_base=base.contiguous(), k=k, sqrsum=sqrsum, rms_eps=eps[0],
-        mhc_pre_eps=eps[1], mhc_sinkhorn_eps=eps[2], mhc_post_mult_value=post_factor, sinkhorn_repeat=repeat,
-    )  # fmt: skip
+        post_mix,
+        comb_mix,
+        layer_input,
+        dot_mix=dot_mix.contiguous(),
+        residual=residual.reshape(tokens, _STREAMS, h),
+        mhc_scale=scale.contiguous(),
+        mhc_base=base.contiguous(),
+        k=k,
+        sqrsum=sqrsum,
+        rms_eps=eps[0],
+        mhc_pre_eps=eps[1],
+        mhc_sinkhorn_eps=eps[2],
+        mhc_post_mult_value=post_factor,
+        sinkhorn_repeat=repeat,
+    )
     mixes = post_mix.view(*outer, _STREAMS, 1), comb_mix.view(*outer, _STREAMS, _STREAMS)
     return *mixes, layer_input.view(*outer, h)
 

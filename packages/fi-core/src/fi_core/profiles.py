@@ -297,9 +297,14 @@ def _latent_calls(model: Model, options: Options) -> Iterator[Call]:
         values = {"q": model.dtype, "kv": _cache_dtype(model, options), "rows": rows}
         yield Call("attention", "batch_mla", values, backend=options.backend)
     prefill = {
-        "q": model.dtype, "kv": model.dtype, "out": model.dtype, "head_dim_qk": model.head_dim,
-        "head_dim_vo": model.head_dim_vo or model.head_dim, "group_size": 1, "page_size": 0,
-    }  # fmt: skip
+        "q": model.dtype,
+        "kv": model.dtype,
+        "out": model.dtype,
+        "head_dim_qk": model.head_dim,
+        "head_dim_vo": model.head_dim_vo or model.head_dim,
+        "group_size": 1,
+        "page_size": 0,
+    }
     yield Call("attention", "batch_prefill", prefill, backend=options.backend)
     yield Call("attention", "mla_plan", {})
     yield Call("attention", "prefill_plan", {})

@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 # The modules that declare the ops of a family, where it is not the one of that name.
 _MODULES = {
     "attention": (
-        "attention.merge", "attention.ops.decode", "attention.ops.mla", "attention.ops.prefill", "attention.ops.single",
+        "attention.merge",
+        "attention.ops.decode",
+        "attention.ops.mla",
+        "attention.ops.prefill",
+        "attention.ops.single",
     ),
     "linear_attention": ("gdn_decode", "gdn_prefill", "mamba"),
-}  # fmt: skip
+}
 
 
 @functools.cache

@@ -258,9 +258,16 @@ def top_k(
 
 
 def _page_table_reference(  # type: ignore[no-untyped-def]
-    input, src_page_table, lengths, k, row_to_batch=None, tie_break=0, row_starts=None, page_table_row_starts=None,
+    input,
+    src_page_table,
+    lengths,
+    k,
+    row_to_batch=None,
+    tie_break=0,
+    row_starts=None,
+    page_table_row_starts=None,
     page_size=1,
-):  # fmt: skip
+):
     out = lengths.new_full((input.shape[0], k), -1).int()
     columns = row_starts if page_table_row_starts is None else page_table_row_starts
     for i, row in enumerate(input):

@@ -67,9 +67,15 @@ def _each(x: Inputs) -> Iterator[Inputs]:
         else:
             own = [part[tokens[b] : tokens[b + 1]] for part in (k, v)]
         yield Inputs(
-            q=q, k=own[0], v=own[1], kv_layout="NHD", causal=x.causal, window_left=x.window_left,
-            logits_soft_cap=x.get("logits_soft_cap"), sm_scale=x.sm_scale,
-        )  # fmt: skip
+            q=q,
+            k=own[0],
+            v=own[1],
+            kv_layout="NHD",
+            causal=x.causal,
+            window_left=x.window_left,
+            logits_soft_cap=x.get("logits_soft_cap"),
+            sm_scale=x.sm_scale,
+        )
 
 
 def _torch(dtype: str | None = None) -> Callable[[Inputs], torch.Tensor]:
@@ -92,9 +98,14 @@ def _plan_flash_attention3(x: Inputs) -> Callable[[Inputs], torch.Tensor]:
     """Its varlen form; over a block table where keys are paged, which vLLM's build has."""
     function = flash_attention3()
     options: dict[str, Any] = {
-        "softcap": x.get("logits_soft_cap") or 0.0, "causal": x.causal, "softmax_scale": x.sm_scale,
-        "max_q": max(x.qo_lens), "max_k": max(x.kv_lens), "cu_q": x.cu_q, "cu_k": x.cu_k,
-    }  # fmt: skip
+        "softcap": x.get("logits_soft_cap") or 0.0,
+        "causal": x.causal,
+        "softmax_scale": x.sm_scale,
+        "max_q": max(x.qo_lens),
+        "max_k": max(x.kv_lens),
+        "cu_q": x.cu_q,
+        "cu_k": x.cu_k,
+    }
     if x.window_left >= 0:
         options["window_size"] = [x.window_left, 0 if x.causal else -1]
     if "paged_kv_cache" in x:
@@ -173,9 +184,12 @@ def _case(function: str, *sizes: Callable[[Namespace], dict[str, Any]], **more: 
         "backend": public_backend,
     }
     return described(
-        function, lambda p: {name: value for part in sizes for name, value in part(p).items()}, None, add=_add,
+        function,
+        lambda p: {name: value for part in sizes for name, value in part(p).items()},
+        None,
+        add=_add,
         **(fields | more),
-    )  # fmt: skip
+    )
 
 
 CASES = (

@@ -103,9 +103,17 @@ def _case(routine: str, sizes: Callable[[Namespace], dict[str, Any]], call: Call
 
 def _call_mm_fp4(f: Callable[..., Any], x: Inputs) -> Any:
     return f(
-        x.a, x.b, x.a_descale, x.b_descale, x.alpha, x.out_dtype, x.out, x.block_size, x.use_8x4_sf_layout,
+        x.a,
+        x.b,
+        x.a_descale,
+        x.b_descale,
+        x.alpha,
+        x.out_dtype,
+        x.out,
+        x.block_size,
+        x.use_8x4_sf_layout,
         use_nvfp4=x.use_nvfp4,
-    )  # fmt: skip
+    )
 
 
 def _call_mm_mxfp8(f: Callable[..., Any], x: Inputs) -> Any:

@@ -60,9 +60,7 @@ def _plan_reduce(function: Callable[..., Any], x: Inputs, backend: str) -> Calla
     create = importlib.import_module(f"{package}.comm").create_allreduce_fusion_workspace
     own = {**_alone(), "device": x.x.device, "timeout": _TIMEOUT} if package == "fi_core" else {"backend": "trtllm"}
     tokens, hidden = x.x.shape
-    workspace = create(
-        world_size=world, rank=rank, max_token_num=tokens, hidden_dim=hidden, dtype=x.x.dtype, **own
-    )  # fmt: skip
+    workspace = create(world_size=world, rank=rank, max_token_num=tokens, hidden_dim=hidden, dtype=x.x.dtype, **own)
 
     def run(x: Inputs) -> Any:
         pattern = _PATTERNS[x.pattern]
@@ -70,9 +68,15 @@ def _plan_reduce(function: Callable[..., Any], x: Inputs, backend: str) -> Calla
             return function(x.x, workspace, pattern, output=x.out)
         quantized = {"quant_out": x.quantized, "scale_out": x.scales} if "quantized" in x else {"norm_out": x.norm}
         return function(
-            x.x, workspace, pattern, residual_in=x.residual, residual_out=x.out, rms_gamma=x.gamma, rms_eps=_EPS,
+            x.x,
+            workspace,
+            pattern,
+            residual_in=x.residual,
+            residual_out=x.out,
+            rms_gamma=x.gamma,
+            rms_eps=_EPS,
             **quantized,
-        )  # fmt: skip
+        )
 
     return run
 
@@ -136,9 +140,13 @@ def _make_exchange(p: Namespace, device: Any, generator: Any) -> Inputs:
     there = torch.zeros(p.num_tokens, world, dtype=torch.bool, device=device)
     there.scatter_(1, experts // (p.num_experts // world), True)
     return Inputs(
-        x=x, experts=experts.int(), there=there, out=torch.empty_like(x), num_experts=p.num_experts,
+        x=x,
+        experts=experts.int(),
+        there=there,
+        out=torch.empty_like(x),
+        num_experts=p.num_experts,
         capacity=p.max_num_tokens or p.num_tokens,
-    )  # fmt: skip
+    )
 
 
 def _plan_exchange(function: Callable[..., Any], x: Inputs, backend: str) -> Callable[[Inputs], Any]:

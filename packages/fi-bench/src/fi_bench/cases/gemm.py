@@ -231,9 +231,16 @@ def _call_groupwise(f: Callable[..., Any], x: Inputs) -> Any:
 
 def _call_group_groupwise(f: Callable[..., Any], x: Inputs) -> Any:
     return f(
-        x.a, x.b, x.a_scale, x.b_scale, x.m_indptr, scale_major_mode=x.scale_major_mode, mma_sm=x.mma_sm, out=x.out,
+        x.a,
+        x.b,
+        x.a_scale,
+        x.b_scale,
+        x.m_indptr,
+        scale_major_mode=x.scale_major_mode,
+        mma_sm=x.mma_sm,
+        out=x.out,
         out_dtype=x.out_dtype,
-    )  # fmt: skip
+    )
 
 
 CASES = (

@@ -90,9 +90,19 @@ def _plan(wrapper: Callable[..., Any], x: Inputs, backend: str) -> Any:
     workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=x.cache.device)
     planned = wrapper(workspace, backend="auto" if backend == "cpu" else backend)
     planned.plan(
-        x.qo_indptr, x.kv_indptr, x.kv_indices, x.kv_len, x.q_nope.shape[1], x.ckv.shape[-1], x.kpe.shape[-1],
-        x.cache.shape[1], causal=True, sm_scale=x.scale, q_data_type=x.q_nope.dtype, kv_data_type=x.cache.dtype,
-    )  # fmt: skip
+        x.qo_indptr,
+        x.kv_indptr,
+        x.kv_indices,
+        x.kv_len,
+        x.q_nope.shape[1],
+        x.ckv.shape[-1],
+        x.kpe.shape[-1],
+        x.cache.shape[1],
+        causal=True,
+        sm_scale=x.scale,
+        q_data_type=x.q_nope.dtype,
+        kv_data_type=x.cache.dtype,
+    )
     return planned
 
 

@@ -92,10 +92,19 @@ def _quant_scales(x: Inputs) -> list[torch.Tensor]:
 def _call_cutlass(f: Callable[..., Any], x: Inputs) -> Any:
     up, down = (w.view(w.dtype if x.kind != "nvfp4" else _long()) for w in (x.up, x.down))
     returned = f(
-        x.input, x.ids, x.weights, up, down, x.output.dtype, x.quant_scales, ep_size=x.ep_size, ep_rank=x.ep_rank,
-        output=x.output, use_deepseek_fp8_block_scale=x.kind == "fp8_block_scale",
+        x.input,
+        x.ids,
+        x.weights,
+        up,
+        down,
+        x.output.dtype,
+        x.quant_scales,
+        ep_size=x.ep_size,
+        ep_rank=x.ep_rank,
+        output=x.output,
+        use_deepseek_fp8_block_scale=x.kind == "fp8_block_scale",
         use_w4_group_scaling=x.kind == "mxfp4",
-    )  # fmt: skip
+    )
     return returned[0] if isinstance(returned, (list, tuple)) else returned  # FlashInfer returns a list
 
 

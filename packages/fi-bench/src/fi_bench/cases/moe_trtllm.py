@@ -94,25 +94,51 @@ def _prepare_fp4(p: Namespace, x: Inputs) -> dict[str, Any]:
 def _routing(x: Inputs) -> tuple[Any, ...]:
     """From num_experts to routed_scaling_factor."""
     return (
-        x.num_experts, x.topk, x.n_group, x.topk_group, x.intermediate_size, x.first, x.up.shape[0],
+        x.num_experts,
+        x.topk,
+        x.n_group,
+        x.topk_group,
+        x.intermediate_size,
+        x.first,
+        x.up.shape[0],
         x.routed_scaling_factor if x.method == "deepseek_v3" else None,
-    )  # fmt: skip
+    )
 
 
 def _call_blocks(f: Callable[..., Any], x: Inputs) -> Any:
     up, down = x.get("sent_up", x.up), x.get("sent_down", x.down)
     return f(
-        x.scores, x.bias, x.input, None, up, x.scales[0], down, x.scales[1], *_routing(x),
-        routing_method_type=moe_layer.METHODS[x.method], output=x.output, **x.options,
-    )  # fmt: skip
+        x.scores,
+        x.bias,
+        x.input,
+        None,
+        up,
+        x.scales[0],
+        down,
+        x.scales[1],
+        *_routing(x),
+        routing_method_type=moe_layer.METHODS[x.method],
+        output=x.output,
+        **x.options,
+    )
 
 
 def _call_tensors(f: Callable[..., Any], x: Inputs) -> Any:
     first, gate, last = x.factors
     return f(
-        x.scores, x.bias, x.input, x.sent_up, first, gate, x.sent_down, last, *_routing(x), x.on_input,
-        routing_method_type=moe_layer.METHODS[x.method], output=x.output,
-    )  # fmt: skip
+        x.scores,
+        x.bias,
+        x.input,
+        x.sent_up,
+        first,
+        gate,
+        x.sent_down,
+        last,
+        *_routing(x),
+        x.on_input,
+        routing_method_type=moe_layer.METHODS[x.method],
+        output=x.output,
+    )
 
 
 def _call_fp4(f: Callable[..., Any], x: Inputs) -> Any:
@@ -121,9 +147,19 @@ def _call_fp4(f: Callable[..., Any], x: Inputs) -> Any:
     up = x.sent_up, x.sent_scales[0], bias, *constants
     down = x.sent_down, x.sent_scales[1], bias
     returned = f(
-        x.scores, x.bias, x.input, x.input_scale, *up, *down, first, gate, last, *_routing(x),
-        routing_method_type=moe_layer.METHODS[x.method], output=x.output,
-    )  # fmt: skip
+        x.scores,
+        x.bias,
+        x.input,
+        x.input_scale,
+        *up,
+        *down,
+        first,
+        gate,
+        last,
+        *_routing(x),
+        routing_method_type=moe_layer.METHODS[x.method],
+        output=x.output,
+    )
     return returned[0]
 
 

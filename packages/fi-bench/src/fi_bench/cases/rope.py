@@ -247,10 +247,24 @@ def _quantisation(x: Inputs) -> dict[str, Any]:
 
 def _append_call(f: Callable[..., Any], x: Inputs) -> Any:
     return f(
-        x.q_rope, x.k_rope, x.q_nope, x.k_nope, x.v, x.cos_sin_cache, x.pos_ids, (x.k_cache, x.v_cache), x.kv_indices,
-        x.kv_indptr, batch_indices=x.batch_indices, positions=x.positions, page_size=x.page_size,
-        kv_layout=x.kv_layout, q_rope_out=x.q_rope_out, q_nope_out=x.q_nope_out, **_quantisation(x),
-    )  # fmt: skip
+        x.q_rope,
+        x.k_rope,
+        x.q_nope,
+        x.k_nope,
+        x.v,
+        x.cos_sin_cache,
+        x.pos_ids,
+        (x.k_cache, x.v_cache),
+        x.kv_indices,
+        x.kv_indptr,
+        batch_indices=x.batch_indices,
+        positions=x.positions,
+        page_size=x.page_size,
+        kv_layout=x.kv_layout,
+        q_rope_out=x.q_rope_out,
+        q_nope_out=x.q_nope_out,
+        **_quantisation(x),
+    )
 
 
 def _quantised_work(p: Namespace, x: Inputs) -> Work:

@@ -189,9 +189,15 @@ CASES = (
         tolerance=_SUMS,
     ),
     described("sampling.top_k_mask_logits", _sizes, lambda f, x: f(x.logits, x.top_k), _masked, op="sample"),
-    Case("chain_speculative_sampling", "sampling.chain_speculative_sampling", _chain,
-         lambda f, x: f(x.draft_probs, x.ids, x.target_probs), _chain_outputs,
-         lambda x: {"consistent": x.draft_probs.new_ones(x.draft_probs.shape[0]).double()},
-         lambda p, x: Work(2 * p.batch_size * p.vocab_size, 2 * 4 * p.batch_size * p.vocab_size), _chain_torch,
-         op="chain_speculative"),
-)  # fmt: skip
+    Case(
+        "chain_speculative_sampling",
+        "sampling.chain_speculative_sampling",
+        _chain,
+        lambda f, x: f(x.draft_probs, x.ids, x.target_probs),
+        _chain_outputs,
+        lambda x: {"consistent": x.draft_probs.new_ones(x.draft_probs.shape[0]).double()},
+        lambda p, x: Work(2 * p.batch_size * p.vocab_size, 2 * 4 * p.batch_size * p.vocab_size),
+        _chain_torch,
+        op="chain_speculative",
+    ),
+)

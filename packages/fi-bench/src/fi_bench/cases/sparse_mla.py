@@ -91,10 +91,17 @@ def _plan(decode: Callable[..., Any], x: Inputs, backend: str) -> Callable[..., 
 
     workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=x.q.device)
     return functools.partial(
-        decode, workspace_buffer=workspace, qk_nope_head_dim=128, kv_lora_rank=_LATENT, qk_rope_head_dim=_ROPE,
-        seq_lens=None, max_seq_len=x.cache.shape[0] * x.cache.shape[1], sparse_mla_top_k=x.indices.shape[-1],
-        bmm1_scale=_SCALE, backend="auto" if backend == "cpu" else backend,
-    )  # fmt: skip
+        decode,
+        workspace_buffer=workspace,
+        qk_nope_head_dim=128,
+        kv_lora_rank=_LATENT,
+        qk_rope_head_dim=_ROPE,
+        seq_lens=None,
+        max_seq_len=x.cache.shape[0] * x.cache.shape[1],
+        sparse_mla_top_k=x.indices.shape[-1],
+        bmm1_scale=_SCALE,
+        backend="auto" if backend == "cpu" else backend,
+    )
 
 
 def _plan_flash_mla(x: Inputs) -> Callable[[Inputs], torch.Tensor]:
@@ -103,9 +110,16 @@ def _plan_flash_mla(x: Inputs) -> Callable[[Inputs], torch.Tensor]:
 
     def run(x: Inputs) -> torch.Tensor:
         out: torch.Tensor = library.flash_mla_with_kvcache(
-            x.q, x.cache.unsqueeze(2), None, None, _LATENT, metadata, softmax_scale=_SCALE, is_fp8_kvcache=True,
+            x.q,
+            x.cache.unsqueeze(2),
+            None,
+            None,
+            _LATENT,
+            metadata,
+            softmax_scale=_SCALE,
+            is_fp8_kvcache=True,
             indices=x.indices,
-        )[0]  # fmt: skip
+        )[0]
         return out
 
     return run

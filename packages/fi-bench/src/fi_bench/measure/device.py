@@ -94,9 +94,12 @@ class Kernels:
         """Blocks the stream until `release`, so that the next kernels run without launch gaps."""
         self._ticket += 1
         self._launch(
-            "fi_bench_hold", 1, ctypes.c_void_p(self._released.data_ptr()), ctypes.c_int(self._ticket),
+            "fi_bench_hold",
+            1,
+            ctypes.c_void_p(self._released.data_ptr()),
+            ctypes.c_int(self._ticket),
             ctypes.c_ulonglong(HOLD_LIMIT_NS),
-        )  # fmt: skip
+        )
 
     def read(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Read all of `data`, whose size is a multiple of 16 bytes; `out` is some int32 on the device."""

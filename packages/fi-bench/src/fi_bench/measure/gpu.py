@@ -288,6 +288,13 @@ class Session:
     def measurement(self, samples: list[float], timer: str, cache: Cache, warmup: int, reason: str = "") -> Measurement:
         watched = [mhz for mhz in self.mhz if mhz > 0]
         return Measurement(
-            samples, timer, cache, reason, "burst" if self.burst else "sustained", warmup, self.discarded,
-            sm_mhz=watched, warnings=self.warnings,
-        )  # fmt: skip
+            samples,
+            timer,
+            cache,
+            reason,
+            "burst" if self.burst else "sustained",
+            warmup,
+            self.discarded,
+            sm_mhz=watched,
+            warnings=self.warnings,
+        )

@@ -124,11 +124,14 @@ def _roofline(rows: Sequence[Row], colours: Colours) -> charts.Chart:
     series = []
     for name, colour in colours.items():
         points = tuple(
-            charts.Point(row.flops / row.bytes, row.flops / row.ns / 1e3,
-                         title=f"{name}: {row.routine} {row.case}: {human_time(row.ns)}")
+            charts.Point(
+                row.flops / row.bytes,
+                row.flops / row.ns / 1e3,
+                title=f"{name}: {row.routine} {row.case}: {human_time(row.ns)}",
+            )
             for row in rows
             if row.backend == name
-        )  # fmt: skip
+        )
         if points:
             series.append(charts.Series(name, points, colour, line=False))
     units = sorted({row.unit for row in rows})

@@ -91,25 +91,48 @@ def _layers(x: _Inputs) -> Calls:
         "layernorm": lambda: (rand(8, 4096), rand(4096, dtype=single), rand(4096, dtype=single)),
         "mm_bf16": lambda: (rand(4, 256), rand(512, 256).t()),
         "cutlass_fused_moe": lambda: (
-            rand(3, 128), ints(0, 1, 2, 3, 1, 0).view(3, 2), rand(3, 2, dtype=single), rand(4, 256, 128),
-            rand(4, 128, 128), half,
+            rand(3, 128),
+            ints(0, 1, 2, 3, 1, 0).view(3, 2),
+            rand(3, 2, dtype=single),
+            rand(4, 256, 128),
+            rand(4, 128, 128),
+            half,
         ),
         "trtllm_fp4_block_scale_moe": lambda: (
-            rand(3, 4), None, rand(3, 128), None, *fp4(256), None, None, None, None, *fp4(128), None, None, None, None,
-            4, 2, None, None, 128, 0, 4, None,
+            rand(3, 4),
+            None,
+            rand(3, 128),
+            None,
+            *fp4(256),
+            None,
+            None,
+            None,
+            None,
+            *fp4(128),
+            None,
+            None,
+            None,
+            None,
+            4,
+            2,
+            None,
+            None,
+            128,
+            0,
+            4,
+            None,
         ),
         "mm_bf16_fp4": lambda: (
-            rand(4, 128), ints(*range(128)).to(torch.uint8).view(2, 64),
+            rand(4, 128),
+            ints(*range(128)).to(torch.uint8).view(2, 64),
             x.bytes(128, 8, fill=56),
         ),
         "fp4_quantize": lambda: (rand(4, 256), rand(1, dtype=single).abs()),
         "block_scale_interleave": lambda: (ints(*range(512)).to(torch.uint8).view(128, 4),),
-        "mxfp4_dequantize": lambda: (
-            ints(*range(128)).to(torch.uint8).view(2, 64), x.bytes(128, 4, fill=127)
-        ),
+        "mxfp4_dequantize": lambda: (ints(*range(128)).to(torch.uint8).view(2, 64), x.bytes(128, 4, fill=127)),
         "silu_and_mul": lambda: (rand(8, 8192),),
         "gelu_and_mul": lambda: (rand(8, 8192),),
-    }  # fmt: skip
+    }
 
 
 def _caches(x: _Inputs) -> Calls:
@@ -203,7 +226,10 @@ def _sampling(x: _Inputs) -> Calls:
     return {
         "top_k": lambda: (rand(2, 5000), 50, True),
         "top_k_page_table_transform": lambda: (
-            rand(2, 5000, dtype=single), ints(*range(10000)).view(2, 5000), ints(5000, 9), 64
+            rand(2, 5000, dtype=single),
+            ints(*range(10000)).view(2, 5000),
+            ints(5000, 9),
+            64,
         ),
         "top_k_ragged_transform": lambda: (rand(2, 40000, dtype=single), ints(0, 7), ints(40000, 30000), 64),
         "softmax": lambda: (rand(3, 5000, dtype=single),),
@@ -219,10 +245,11 @@ def _sampling(x: _Inputs) -> Calls:
         "top_k_mask_logits": lambda: (rand(3, 5000), 50),
         "sample_from_logits": lambda: (rand(3, 5000),),
         "chain_speculative_sampling": lambda: (
-            rand(2, 3, 5000, dtype=single).softmax(-1), ints(1, 2, 3, 4, 5, 6).view(2, 3),
+            rand(2, 3, 5000, dtype=single).softmax(-1),
+            ints(1, 2, 3, 4, 5, 6).view(2, 3),
             rand(2, 4, 5000, dtype=single).softmax(-1),
         ),
-    }  # fmt: skip
+    }
 
 
 def first_call(name: str, device: str) -> None:

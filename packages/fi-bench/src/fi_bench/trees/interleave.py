@@ -84,9 +84,12 @@ class Side:
         script = Path(__file__).with_name("side.py")
         calm = ["env", "OMP_WAIT_POLICY=passive"]  # the threads of an idle side do not spin
         self._process = subprocess.Popen(
-            [*calm, sys.executable, str(script), str(theirs), *map(str, sources(self.tree))], stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, bufsize=0, pass_fds=(theirs,),
-        )  # fmt: skip
+            [*calm, sys.executable, str(script), str(theirs), *map(str, sources(self.tree))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            bufsize=0,
+            pass_fds=(theirs,),
+        )
         os.close(theirs)
         self._answers = answers
 
@@ -175,9 +178,13 @@ def shown(row: Answer) -> dict[str, str]:
     interval = f"{row['low']:.3f} .. {row['high']:.3f}"
     bits = "equal" if row["same_outputs"] else "differ" if row["same_inputs"] else "inputs differ"
     return named | {
-        "old": old, "new": new, "new/old": f"{row['ratio']:.3f}", "interval": interval, "bits": bits,
+        "old": old,
+        "new": new,
+        "new/old": f"{row['ratio']:.3f}",
+        "interval": interval,
+        "bits": bits,
         "verdict": row["verdict"],
-    }  # fmt: skip
+    }
 
 
 def summary(rows: Sequence[Answer]) -> list[dict[str, Any]]:
@@ -190,10 +197,16 @@ def summary(rows: Sequence[Answer]) -> list[dict[str, Any]]:
             name.lower(): sum(row["verdict"] == name for row in members)
             for name in ("FASTER", "SLOWER", "SAME", "AMBIGUOUS")
         }
-        found.append({
-            "metric": metric, "cases": len(members), "geomean": f"{stats.geomean([r['ratio'] for r in members]):.3f}",
-            "worst": f"{worst['ratio']:.3f}", "worst case": worst["title"], **counts,
-        })  # fmt: skip
+        found.append(
+            {
+                "metric": metric,
+                "cases": len(members),
+                "geomean": f"{stats.geomean([r['ratio'] for r in members]):.3f}",
+                "worst": f"{worst['ratio']:.3f}",
+                "worst case": worst["title"],
+                **counts,
+            }
+        )
     return found
 
 

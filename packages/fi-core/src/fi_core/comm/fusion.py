@@ -109,9 +109,14 @@ def _check_form(form: str | None, quant_out: torch.Tensor | None, scale_out: tor
 
 
 def _sum_of_experts(
-    residual_in: torch.Tensor | None, rows: torch.Tensor, name: str, weights: torch.Tensor | None, weights_name: str,
-    positions: torch.Tensor | None, added: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+    residual_in: torch.Tensor | None,
+    rows: torch.Tensor,
+    name: str,
+    weights: torch.Tensor | None,
+    weights_name: str,
+    positions: torch.Tensor | None,
+    added: torch.Tensor | None,
+) -> torch.Tensor:
     """The weighted sum of the rows of each token, `[tokens, hidden]`."""
     assert residual_in is not None
     if residual_in.dim() != 2 or not residual_in.shape[1]:
@@ -126,9 +131,13 @@ def _sum_of_experts(
 
 
 def _reduced_experts(
-    pattern: int, residual_in: torch.Tensor | None, active: torch.Tensor | None, scales: torch.Tensor | None,
-    experts: int | None, added: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+    pattern: int,
+    residual_in: torch.Tensor | None,
+    active: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    experts: int | None,
+    added: torch.Tensor | None,
+) -> torch.Tensor:
     """The sum of the experts of kMoEReduction."""
     name, weights_name = "moe_reduction_active_experts_token_input", "moe_reduction_scale_input"
     _required(pattern, **{name: active, weights_name: scales})
@@ -145,10 +154,18 @@ def _check(input: torch.Tensor, workspace: AllReduceFusionWorkspace) -> None:
 
 
 def _norm(
-    input: torch.Tensor, rows: torch.Tensor, form: str | None, with_norm: bool, norm_out: torch.Tensor | None,
-    quant_out: torch.Tensor | None, scale_out: torch.Tensor | None, scale_factor: torch.Tensor | float | None,
-    layout_code: int | None, group: int, **common: Any,
-) -> torch.Tensor:  # fmt: skip
+    input: torch.Tensor,
+    rows: torch.Tensor,
+    form: str | None,
+    with_norm: bool,
+    norm_out: torch.Tensor | None,
+    quant_out: torch.Tensor | None,
+    scale_out: torch.Tensor | None,
+    scale_factor: torch.Tensor | float | None,
+    layout_code: int | None,
+    group: int,
+    **common: Any,
+) -> torch.Tensor:
     """Reduces `input`, adds the residual, computes and quantizes the norm; outputs have the shape of `rows`."""
     import torch
 
@@ -171,9 +188,15 @@ def _norm(
     quant_out = quant_out if form else None
     _check_form(form, quant_out, scale_out)
     ops.all_reduce(
-        input, norm_out=norm_out, quant_out=quant_out, scale_out=scale_out, scale=scale_factor, layout=layout,
-        group=group, **common,
-    )  # fmt: skip
+        input,
+        norm_out=norm_out,
+        quant_out=quant_out,
+        scale_out=scale_out,
+        scale=scale_factor,
+        layout=layout,
+        group=group,
+        **common,
+    )
     result = quant_out if form else norm_out
     assert result is not None
     return result
@@ -368,7 +391,19 @@ def reduce_scatter_fusion(
         return output
     _required(pattern, residual_in=residual_in, rms_gamma=rms_gamma)
     return _norm(
-        input, rows, _FORMS.get(pattern), pattern not in _WITHOUT_NORM, norm_out, quant_out, scale_out, scale_factor,
-        layout_code, block_quant_group_size, out=residual_out, residual_in=residual_in, weight=rms_gamma, eps=rms_eps,
+        input,
+        rows,
+        _FORMS.get(pattern),
+        pattern not in _WITHOUT_NORM,
+        norm_out,
+        quant_out,
+        scale_out,
+        scale_factor,
+        layout_code,
+        block_quant_group_size,
+        out=residual_out,
+        residual_in=residual_in,
+        weight=rms_gamma,
+        eps=rms_eps,
         **common,
-    )  # fmt: skip
+    )

@@ -58,9 +58,12 @@ class Mapping:
         if not 0 <= rank < world_size and not auto_parallel:
             raise ValueError(f"rank: 0 to world_size - 1, {world_size - 1}, is required; got {rank}")
         sizes = {
-            "moe_cluster_size": moe_cluster_size, "moe_tp_size": moe_tp_size, "moe_ep_size": moe_ep_size,
-            "attn_tp_size": attn_tp_size, "attn_cp_size": attn_cp_size,
-        }  # fmt: skip
+            "moe_cluster_size": moe_cluster_size,
+            "moe_tp_size": moe_tp_size,
+            "moe_ep_size": moe_ep_size,
+            "attn_tp_size": attn_tp_size,
+            "attn_cp_size": attn_cp_size,
+        }
         for name, size in sizes.items():
             if size < 1 and size != -1:
                 raise ValueError(f"{name}: 1 or more, or -1, is required; got {size}")

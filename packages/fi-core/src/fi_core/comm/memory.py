@@ -115,8 +115,12 @@ class _CudaBytes:
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
-        }  # fmt: skip
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
 
 
 def bytes_at(address: int, size: int, device: torch.device) -> torch.Tensor:

@@ -259,9 +259,12 @@ class MoeAlltoAll:
             RuntimeError: An earlier call has failed; the text names the rank.
         """
         refuse_combine(
-            output_scalar_scale, sf_layout, output_scales=output_scales, use_low_precision=use_low_precision,
+            output_scalar_scale,
+            sf_layout,
+            output_scales=output_scales,
+            use_low_precision=use_low_precision,
             active_rank_mask=active_rank_mask,
-        )  # fmt: skip
+        )
         if self.exchange.rows is None:
             raise ValueError("combine: a dispatch is required before each combine")
         _check_dtype(output_dtype, payload)
@@ -404,9 +407,14 @@ def moe_a2a_combine(
         RuntimeError: An earlier call has failed; the text names the rank.
     """
     refuse_combine(
-        output_scalar_scale, sf_layout, backend, output_scales=output_scales, use_low_precision=use_low_precision,
-        enable_rank_mask=enable_rank_mask, active_rank_mask=active_rank_mask,
-    )  # fmt: skip
+        output_scalar_scale,
+        sf_layout,
+        backend,
+        output_scales=output_scales,
+        use_low_precision=use_low_precision,
+        enable_rank_mask=enable_rank_mask,
+        active_rank_mask=active_rank_mask,
+    )
     _check_dtype(output_dtype, payload)
     found = exchange_of(workspace)
     if found.rows is None or found.rows.shape[0] != local_num_tokens:

@@ -88,9 +88,14 @@ class MoeExchange(CommWorkspace):
         for index, (payload, tensor) in enumerate(zip(payloads, received)):
             pairs[f"payload{index}"], pairs[f"received{index}"] = payload, tensor
         ops.moe_dispatch(
-            experts, control_offset=self.more_offset, num_experts=num_experts, rows=rows, counts=counts, **pairs,
+            experts,
+            control_offset=self.more_offset,
+            num_experts=num_experts,
+            rows=rows,
+            counts=counts,
+            **pairs,
             **self.shared,
-        )  # fmt: skip
+        )
         self.rows, self.counts, self.max_tokens = rows, counts, max_tokens
         return received, offset
 

@@ -177,15 +177,26 @@ def trtllm_allreduce_fusion(
     given = rows("allreduce_in", allreduce_in)
     assert given is not None
     fusion.allreduce_fusion(
-        given, workspace, pattern_code, launch_with_pdl, trigger_completion_at_end,
-        output=rows("allreduce_out", allreduce_out), residual_out=rows("residual_out", residual_out),
+        given,
+        workspace,
+        pattern_code,
+        launch_with_pdl,
+        trigger_completion_at_end,
+        output=rows("allreduce_out", allreduce_out),
+        residual_out=rows("residual_out", residual_out),
         norm_out=rows("norm_out", norm_out),
         quant_out=rows("quant_out", quant_out, hidden_dim // 2 if pattern_code in (3, 5) else hidden_dim),
-        scale_out=scale_out, residual_in=rows("residual_in", residual_in), rms_gamma=rms_gamma,
-        rms_eps=1e-6 if rms_eps is None else rms_eps, scale_factor=scale_factor, layout_code=layout_code,
-        use_oneshot=use_oneshot, fp32_acc=fp32_acc, block_quant_group_size=block_quant_group_size,
+        scale_out=scale_out,
+        residual_in=rows("residual_in", residual_in),
+        rms_gamma=rms_gamma,
+        rms_eps=1e-6 if rms_eps is None else rms_eps,
+        scale_factor=scale_factor,
+        layout_code=layout_code,
+        use_oneshot=use_oneshot,
+        fp32_acc=fp32_acc,
+        block_quant_group_size=block_quant_group_size,
         weight_bias=weight_bias or 0.0,
-    )  # fmt: skip
+    )
 
 
 @fi_api
@@ -243,12 +254,20 @@ def trtllm_moe_allreduce_fusion(
     assert residual is not None
     fp4 = quant_out is not None and quant_out.dtype == torch.uint8
     fusion.allreduce_fusion(
-        residual, workspace, fusion.AllReduceFusionPattern.kMoEReductionARResidualRMSNorm, launch_with_pdl,
+        residual,
+        workspace,
+        fusion.AllReduceFusionPattern.kMoEReductionARResidualRMSNorm,
+        launch_with_pdl,
         residual_out=rows_of("residual_out", residual_out, token_num, hidden_dim),
         norm_out=rows_of("norm_out", norm_out, token_num, hidden_dim),
         quant_out=rows_of("quant_out", quant_out, token_num, hidden_dim // 2 if fp4 else hidden_dim),
-        scale_out=scale_out, residual_in=residual, rms_gamma=rms_gamma, rms_eps=rms_eps, scale_factor=scale_factor,
-        layout_code=layout_code, moe_reduction_device_num_experts=moe_reduction_device_num_experts,
+        scale_out=scale_out,
+        residual_in=residual,
+        rms_gamma=rms_gamma,
+        rms_eps=rms_eps,
+        scale_factor=scale_factor,
+        layout_code=layout_code,
+        moe_reduction_device_num_experts=moe_reduction_device_num_experts,
         moe_reduction_scale_input=rows_of(
             "moe_reduction_scale_input", moe_reduction_scale_input, moe_reduction_device_num_experts, token_num
         ),
@@ -257,7 +276,7 @@ def trtllm_moe_allreduce_fusion(
             "moe_reduction_token_input", moe_reduction_token_input, token_num, hidden_dim
         ),
         weight_bias=weight_bias or 0.0,
-    )  # fmt: skip
+    )
 
 
 @fi_api
@@ -310,12 +329,20 @@ def trtllm_moe_finalize_allreduce_fusion(
         )
     check_backend(backend)
     fusion.allreduce_fusion(
-        allreduce_in, _workspace(workspace_ptrs, world_rank, world_size),
-        fusion.AllReduceFusionPattern.kMoEFinalizeARResidualRMSNorm, launch_with_pdl, residual_out=residual_out,
-        norm_out=norm_out, residual_in=residual_in, rms_gamma=norm_weight, rms_eps=eps,
-        expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx, expert_scale_factor=expert_scale_factor,
-        shared_expert_output=shared_expert_output, weight_bias=weight_bias or 0.0,
-    )  # fmt: skip
+        allreduce_in,
+        _workspace(workspace_ptrs, world_rank, world_size),
+        fusion.AllReduceFusionPattern.kMoEFinalizeARResidualRMSNorm,
+        launch_with_pdl,
+        residual_out=residual_out,
+        norm_out=norm_out,
+        residual_in=residual_in,
+        rms_gamma=norm_weight,
+        rms_eps=eps,
+        expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx,
+        expert_scale_factor=expert_scale_factor,
+        shared_expert_output=shared_expert_output,
+        weight_bias=weight_bias or 0.0,
+    )
 
 
 def trtllm_lamport_initialize(buffer_ptr: int, size: int, dtype: torch.dtype) -> None:

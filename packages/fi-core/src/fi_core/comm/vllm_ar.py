@@ -144,9 +144,16 @@ def vllm_all_reduce(
     h = _handle(fa)
     shots = shots_of(inp.numel() * inp.element_size(), h.world_size, None)
     ops.all_reduce(
-        inp, workspace=h.buffer, peers=h.peers, status=h.status, rank=h.rank, rotation_bytes=_ROTATION_BYTES, out=out,
-        shots=shots, ctas=num_ctas if num_ctas > 0 else None,
-    )  # fmt: skip
+        inp,
+        workspace=h.buffer,
+        peers=h.peers,
+        status=h.status,
+        rank=h.rank,
+        rotation_bytes=_ROTATION_BYTES,
+        out=out,
+        shots=shots,
+        ctas=num_ctas if num_ctas > 0 else None,
+    )
 
 
 def vllm_get_graph_buffer_ipc_meta(fa: int) -> tuple[list[int], list[int]]:

@@ -130,9 +130,13 @@ class CommWorkspace:
         status = torch.zeros(4, dtype=torch.int32, pin_memory=device.type == "cuda")
         # The arguments that every collective has.
         self.shared: dict[str, Any] = {
-            "workspace": self.buffer, "peers": peers, "status": status, "rank": self.rank,
-            "rotation_bytes": rotation_bytes, "timeout_ms": max(1, round(timeout * 1000)),
-        }  # fmt: skip
+            "workspace": self.buffer,
+            "peers": peers,
+            "status": status,
+            "rank": self.rank,
+            "rotation_bytes": rotation_bytes,
+            "timeout_ms": max(1, round(timeout * 1000)),
+        }
 
     def checkpoint_prepare(self) -> None:
         """Raises NotImplementedError: shared memory does not survive a checkpoint of the process."""
@@ -229,11 +233,17 @@ class TRTLLMAllReduceFusionWorkspace(CommWorkspace, AllReduceFusionWorkspace):
     def metadata(self) -> dict[str, Any]:
         """What FlashInfer's workspaces say of themselves: the group, the largest message, and bytes of each part."""
         return {
-            "tp_rank": self.rank, "tp_size": self.world_size, "max_token_num": self.max_token_num,
-            "hidden_dim": self.hidden_dim, "use_fp32_lamport": self.dtype.itemsize == 4, "buffer_size": self.max_bytes,
-            "flag_size": HEADER, "lamport_comm_size": self.rotation_bytes,
-            "lamport_buffer_size": ROTATIONS * self.rotation_bytes, "control_flag_ptr": self.buffer.data_ptr(),
-        }  # fmt: skip
+            "tp_rank": self.rank,
+            "tp_size": self.world_size,
+            "max_token_num": self.max_token_num,
+            "hidden_dim": self.hidden_dim,
+            "use_fp32_lamport": self.dtype.itemsize == 4,
+            "buffer_size": self.max_bytes,
+            "flag_size": HEADER,
+            "lamport_comm_size": self.rotation_bytes,
+            "lamport_buffer_size": ROTATIONS * self.rotation_bytes,
+            "control_flag_ptr": self.buffer.data_ptr(),
+        }
 
     def is_buffer_size_sufficient(
         self,

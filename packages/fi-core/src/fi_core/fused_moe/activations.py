@@ -54,8 +54,11 @@ def activation_of(
     Raises:
         ValueError: activation_type is no activation, or lacks its constant; a constant is NaN, or 0 for Situ.
     """
-    constants = {"clamped_relu2_limit": clamped_relu2_limit, "situ_beta": situ_beta,
-                 "situ_linear_beta": situ_linear_beta}  # fmt: skip
+    constants = {
+        "clamped_relu2_limit": clamped_relu2_limit,
+        "situ_beta": situ_beta,
+        "situ_linear_beta": situ_linear_beta,
+    }
     for name, value in constants.items():
         if isinstance(value, (int, float)) and value != value:
             raise ValueError(f"{name} must be a number; got NaN")

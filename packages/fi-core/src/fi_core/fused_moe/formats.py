@@ -101,8 +101,15 @@ def dequantized(
 
     values = x if x.dtype is getattr(torch, format.dtype) else _bytes(x)
     out = p.scratch((x.shape[0], x.shape[1] * format.values), torch.bfloat16)
-    p.add(BLOCK_DEQUANTIZE, out, values, _bytes(scales).reshape(-1), block_size=format.block, scale_format=format.scale,
-          layout=layout_of(swizzled).value)  # fmt: skip
+    p.add(
+        BLOCK_DEQUANTIZE,
+        out,
+        values,
+        _bytes(scales).reshape(-1),
+        block_size=format.block,
+        scale_format=format.scale,
+        layout=layout_of(swizzled).value,
+    )
     return out
 
 

@@ -66,11 +66,19 @@ def _through_e4m3(p: Launches, x: torch.Tensor, activations: str) -> Rows:
         rounded = (x / scale.where(amax != 0, 1.0)).to(torch.float8_e4m3fn)
         return Rows(rounded.to(torch.bfloat16), scale)
     values, scales = p.scratch(x.shape, torch.float8_e4m3fn), p.scratch((x.shape[0], x.shape[1] // 32), torch.uint8)
-    p.add(BLOCK_QUANTIZE, values, scales, x, block_size=32, scale_format=UE8M0_SCALE,
-          layout=SfLayout.layout_linear.value)  # fmt: skip
+    p.add(
+        BLOCK_QUANTIZE, values, scales, x, block_size=32, scale_format=UE8M0_SCALE, layout=SfLayout.layout_linear.value
+    )
     out = p.scratch(x.shape, torch.bfloat16)
-    p.add(BLOCK_DEQUANTIZE, out, values, scales.view(-1), block_size=32, scale_format=UE8M0_SCALE,
-          layout=SfLayout.layout_linear.value)  # fmt: skip
+    p.add(
+        BLOCK_DEQUANTIZE,
+        out,
+        values,
+        scales.view(-1),
+        block_size=32,
+        scale_format=UE8M0_SCALE,
+        layout=SfLayout.layout_linear.value,
+    )
     return Rows(out)
 
 
@@ -100,9 +108,19 @@ class _Grouped(NamedTuple):
             )
             return out
         factor = w.mixed.input_scale
-        p.add(MOE_MIXED_GEMM, out, x.values if factor is None else x.values * factor, w.weight, w.scale, offsets,
-              rows=rows, alpha=w.mixed.alpha, format=w.mixed.format, layout=w.mixed.layout,
-              expected_m=expected)  # fmt: skip
+        p.add(
+            MOE_MIXED_GEMM,
+            out,
+            x.values if factor is None else x.values * factor,
+            w.weight,
+            w.scale,
+            offsets,
+            rows=rows,
+            alpha=w.mixed.alpha,
+            format=w.mixed.format,
+            layout=w.mixed.layout,
+            expected_m=expected,
+        )
         if x.scale is None:
             return out
         # Rows without a token are not written by any kernel, nor read.
@@ -143,16 +161,35 @@ def run_experts(
         gathered = grouped.rows(layer.x.shape[1])
         p.add(MOE_GATHER, gathered.values, gathered.scale, layer.x, layer.x_scale, tables.positions)
         if chosen == "moe_gated_gemm":
-            p.add(MOE_GATED_GEMM, out.values, out.scale, gathered.values, gathered.scale, up.weight,
-                  weight_scale=up.scale, offsets=tables.offsets, bias=up.bias, expected_m=grouped.expected,
-                  **a.options())  # fmt: skip
+            p.add(
+                MOE_GATED_GEMM,
+                out.values,
+                out.scale,
+                gathered.values,
+                gathered.scale,
+                up.weight,
+                weight_scale=up.scale,
+                offsets=tables.offsets,
+                bias=up.bias,
+                expected_m=grouped.expected,
+                **a.options(),
+            )
             return grouped.product(layer.down, out), layer.down
         projected = grouped.product(up, gathered if layer.blocks else Rows(gathered.values, row_scale))
     else:
         x = _through_e4m3(p, layer.x, layer.activations) if layer.activations else Rows(layer.x)
         projected = grouped.product(up, x, tables.rows)
-    p.add(MOE_ACTIVATION, out.values, out.scale, projected, tables.offsets, bias=up.bias, quant=layer.quant,
-          columns=up.columns, **a.options())  # fmt: skip
+    p.add(
+        MOE_ACTIVATION,
+        out.values,
+        out.scale,
+        projected,
+        tables.offsets,
+        bias=up.bias,
+        quant=layer.quant,
+        columns=up.columns,
+        **a.options(),
+    )
     if layer.activations:
         out = _through_e4m3(p, out.values, layer.activations)
     return grouped.product(layer.down, out), layer.down
@@ -199,5 +236,13 @@ def sum_experts(
     down: Projection,
 ) -> None:
     """Writes the weighted sum of the experts of each token to `out`, biases included."""
-    p.add(MOE_FINALIZE, out, rows, tables.positions, weights=weights,
-          offsets=None if down.bias is None else tables.offsets, bias=down.bias, columns=down.columns)  # fmt: skip
+    p.add(
+        MOE_FINALIZE,
+        out,
+        rows,
+        tables.positions,
+        weights=weights,
+        offsets=None if down.bias is None else tables.offsets,
+        bias=down.bias,
+        columns=down.columns,
+    )

@@ -14,11 +14,17 @@ if TYPE_CHECKING:
 # The axis of tokens of the arguments of a layer, by which plans reach the kernels of other numbers of tokens.
 TOKENS: dict[str, int] = dict.fromkeys(
     (
-        "input", "token_selected_experts", "token_final_scales", "hidden_states", "routing_logits", "topk_ids",
-        "routing_replay_out", "output",
+        "input",
+        "token_selected_experts",
+        "token_final_scales",
+        "hidden_states",
+        "routing_logits",
+        "topk_ids",
+        "routing_replay_out",
+        "output",
     ),
     0,
-)  # fmt: skip
+)
 
 
 # Activations of mixed weights: as they are; e4m3 with a scale for each token, or with a ue8m0 scale for each 32 values.

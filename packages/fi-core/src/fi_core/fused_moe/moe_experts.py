@@ -143,7 +143,22 @@ def stream_experts(
     slots = tables.rows.shape[0]
     out, activated = (p.scratch((slots, n), x.dtype) for n in (x.shape[1], activation.width(up.rows)))
     sums = {"sum": sum, "down_bias": down.bias, **routed._asdict()} if routed else {}
-    p.add(MOE_EXPERTS, out, activated, x, up.weight, down.weight, offsets=tables.offsets, rows=tables.rows,
-          progress=tables.counters, up_scale=up.scale, down_scale=down.scale, bias=up.bias, expected_tokens=tokens,
-          shuffle_tile=up.shuffle_tile, **activation.options(), **sums)  # fmt: skip
+    p.add(
+        MOE_EXPERTS,
+        out,
+        activated,
+        x,
+        up.weight,
+        down.weight,
+        offsets=tables.offsets,
+        rows=tables.rows,
+        progress=tables.counters,
+        up_scale=up.scale,
+        down_scale=down.scale,
+        bias=up.bias,
+        expected_tokens=tokens,
+        shuffle_tile=up.shuffle_tile,
+        **activation.options(),
+        **sums,
+    )
     return out

@@ -107,6 +107,18 @@ def compute_few_tokens(
     """
     up, down = layer.up, layer.down
     activated = p.scratch((routed.ids.numel(), down.weight.shape[2]), layer.x.dtype)
-    p.add(MOE_FEW_TOKENS, out, activated, layer.x, up.weight, down.weight, up_scale=up.scale, down_scale=down.scale,
-          bias=up.bias, down_bias=down.bias, expected_slots=expected_slots, **activation.options(),
-          **routed._asdict())  # fmt: skip
+    p.add(
+        MOE_FEW_TOKENS,
+        out,
+        activated,
+        layer.x,
+        up.weight,
+        down.weight,
+        up_scale=up.scale,
+        down_scale=down.scale,
+        bias=up.bias,
+        down_bias=down.bias,
+        expected_slots=expected_slots,
+        **activation.options(),
+        **routed._asdict(),
+    )

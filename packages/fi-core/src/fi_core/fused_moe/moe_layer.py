@@ -105,8 +105,11 @@ _GATED: tuple[Constraint | Rule, ...] = (
     *exactly(90),
     Constraint("weights", "in", ("bf16", "f16", "e4m3 blocks")),
     Constraint("activation", "in", tuple(kind.name for kind in ActivationType if kind.is_gated)),
-    Rule(("weights", "bias"), "no bias, or one of fp32 or the weights' dtype",
-         lambda weights, bias: bias in (None, "f32", weights)),
+    Rule(
+        ("weights", "bias"),
+        "no bias, or one of fp32 or the weights' dtype",
+        lambda weights, bias: bias in (None, "f32", weights),
+    ),
     Constraint("rows_in_order", "==", True),
     Constraint("row_scale", "==", False),
     _ALIGNED,
@@ -114,11 +117,12 @@ _GATED: tuple[Constraint | Rule, ...] = (
         ("weights", "sizes"),
         f"rows of multiples of 16 bytes; with scales a first weight [experts, multiple of {2 * _SCALED}, multiple of "
         f"{_SCALED}]",
-        lambda weights, sizes: sizes[0] % 16 == 0 and (
-            weights != "e4m3 blocks" or (sizes[0] % (2 * _SCALED) == 0 and sizes[1] % _SCALED == 0)
+        lambda weights, sizes: (
+            sizes[0] % 16 == 0
+            and (weights != "e4m3 blocks" or (sizes[0] % (2 * _SCALED) == 0 and sizes[1] % _SCALED == 0))
         ),
     ),
-)  # fmt: skip
+)
 # The implementations are named after the op that computes the first product.
 MOE_LAYER = Op(
     name="moe_layer",

@@ -35,9 +35,15 @@ def get_scratchpad_size_bytes() -> int:
     import torch
 
     return cutlass_fused_moe_workspace_size(
-        _TOKENS, _HIDDEN, _INTER, _EXPERTS, _TOP_K, x_dtype=torch.bfloat16, weight_dtype=torch.float8_e4m3fn,
+        _TOKENS,
+        _HIDDEN,
+        _INTER,
+        _EXPERTS,
+        _TOP_K,
+        x_dtype=torch.bfloat16,
+        weight_dtype=torch.float8_e4m3fn,
         use_deepseek_fp8_block_scale=True,
-    )  # fmt: skip
+    )
 
 
 def alloc_scratchpad(device: torch.device) -> torch.Tensor:
@@ -149,7 +155,15 @@ def mono_moe(
         weights = weights / weights.sum(-1, keepdim=True)
     scales_up = expert_scales_up.roll(rows // 2 // _BLOCK, 1)  # up first, as the weights
     result: torch.Tensor = cutlass_fused_moe(
-        activations_in, chosen.int(), weights, expert_weights_up, expert_weights_down, torch.bfloat16,
-        [scales_up, expert_scales_down], output=out, use_deepseek_fp8_block_scale=True, workspace_buffer=scratchpad,
-    )  # fmt: skip
+        activations_in,
+        chosen.int(),
+        weights,
+        expert_weights_up,
+        expert_weights_down,
+        torch.bfloat16,
+        [scales_up, expert_scales_down],
+        output=out,
+        use_deepseek_fp8_block_scale=True,
+        workspace_buffer=scratchpad,
+    )
     return result

@@ -107,10 +107,14 @@ _ACTIVATIONS = (
 def _activation_unit(axes: Values) -> Unit:
     types = f"{DTYPES[axes['x']].device}, {DTYPES[axes['out']].device}, fi::kExpert{axes['activation']}"
     entries = tuple(
-        Entry(f"moe_activation_{name}", f"moe_activation<{types}, {str(vectors).lower()}>", 256,
-              _ActivationConfig(vectors))
+        Entry(
+            f"moe_activation_{name}",
+            f"moe_activation<{types}, {str(vectors).lower()}>",
+            256,
+            _ActivationConfig(vectors),
+        )
         for name, vectors in (("vectors", True), ("elements", False))
-    )  # fmt: skip
+    )
     return Unit("fi/fused_moe/moe_activation.cuh", "MoeActivationParams", entries)
 
 

@@ -60,9 +60,20 @@ def route(
         raise ValueError(f"topk_group must be in 1..n_group = {n_group}; got {topk_group}")
     ids = p.scratch((logits.shape[0], top_k + shared), torch.int32)
     weights = p.result(ids.shape, torch.bfloat16) if in_bf16 else p.scratch(ids.shape, torch.float32)
-    p.add(MOE_ROUTE, ids, weights, logits, bias=bias, replay=replay, method=int(method), n_group=n_group or 1,
-          topk_group=topk_group or 1, scale=1.0 if scale is None else scale, normalize=normalize,
-          shared=shared)  # fmt: skip
+    p.add(
+        MOE_ROUTE,
+        ids,
+        weights,
+        logits,
+        bias=bias,
+        replay=replay,
+        method=int(method),
+        n_group=n_group or 1,
+        topk_group=topk_group or 1,
+        scale=1.0 if scale is None else scale,
+        normalize=normalize,
+        shared=shared,
+    )
     return Routed(ids, weights)
 
 
@@ -143,9 +154,18 @@ def fused_topk_deepseek(
     for name, x in (("topk_values", topk_values), ("topk_indices", topk_indices)):
         if tuple(x.shape) != expected:
             raise ValueError(f"{name} must have shape {list(expected)}; got {list(x.shape)}")
-    moe_route(topk_indices, topk_values, scores, bias=bias, replay=routing_replay_out,
-              method=int(RoutingMethodType.DeepSeekV3), n_group=n_group, topk_group=topk_group,
-              scale=routed_scaling_factor, enable_pdl=launch_with_pdl)  # fmt: skip
+    moe_route(
+        topk_indices,
+        topk_values,
+        scores,
+        bias=bias,
+        replay=routing_replay_out,
+        method=int(RoutingMethodType.DeepSeekV3),
+        n_group=n_group,
+        topk_group=topk_group,
+        scale=routed_scaling_factor,
+        enable_pdl=launch_with_pdl,
+    )
 
 
 @fi_api

@@ -89,9 +89,18 @@ def _blocks_reference(  # type: ignore[no-untyped-def]
 
 
 def _routed_blocks_reference(  # type: ignore[no-untyped-def]
-    routing_logits, routing_bias, hidden_states, gemm1_weights, gemm1_weights_scale, gemm2_weights,
-    gemm2_weights_scale, top_k, n_group, topk_group, routed_scaling_factor,
-):  # fmt: skip
+    routing_logits,
+    routing_bias,
+    hidden_states,
+    gemm1_weights,
+    gemm1_weights_scale,
+    gemm2_weights,
+    gemm2_weights_scale,
+    top_k,
+    n_group,
+    topk_group,
+    routed_scaling_factor,
+):
     weights, ids = _routing(routing_logits, routing_bias, n_group, topk_group, top_k, routed_scaling_factor)
     up, down = _dequantized(gemm1_weights, gemm1_weights_scale), _dequantized(gemm2_weights, gemm2_weights_scale)
     return _experts(hidden_states, ids, weights, up, down, _to_e4m3_and_back)

@@ -113,9 +113,19 @@ def trtllm_bf16_moe(
         TypeError: A dtype does not fit.
     """
     routed = route(
-        p, routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
-        routing_method_type, norm_topk_prob, routing_replay_out, in_bf16=not do_finalize,
-    )  # fmt: skip
+        p,
+        routing_logits,
+        routing_bias,
+        num_experts,
+        top_k,
+        n_group,
+        topk_group,
+        routed_scaling_factor,
+        routing_method_type,
+        norm_topk_prob,
+        routing_replay_out,
+        in_bf16=not do_finalize,
+    )
     call = LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output)
     activation = activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
     order = use_shuffled_weight, weight_layout

@@ -404,15 +404,32 @@ def trtllm_fp8_per_tensor_scale_moe(
         TypeError: A dtype does not fit.
     """
     routed = route(
-        p, routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
-        routing_method_type, norm_topk_prob, routing_replay_out,
+        p,
+        routing_logits,
+        routing_bias,
+        num_experts,
+        top_k,
+        n_group,
+        topk_group,
+        routed_scaling_factor,
+        routing_method_type,
+        norm_topk_prob,
+        routing_replay_out,
         in_bf16=not do_finalize and not use_routing_scales_on_input,
-    )  # fmt: skip
+    )
     return _run_tensors(
-        p, routed, hidden_states, gemm1_weights, output1_scales_scalar, output1_scales_gate_scalar, gemm2_weights,
-        output2_scales_scalar, use_routing_scales_on_input, activation_of(activation_type, limit=gemm1_clamp_limit),
+        p,
+        routed,
+        hidden_states,
+        gemm1_weights,
+        output1_scales_scalar,
+        output1_scales_gate_scalar,
+        gemm2_weights,
+        output2_scales_scalar,
+        use_routing_scales_on_input,
+        activation_of(activation_type, limit=gemm1_clamp_limit),
         LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output),
-    )  # fmt: skip
+    )
 
 
 @fi_api
@@ -463,8 +480,15 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
     """
     refuse_of_routed(None, routing_replay_out)
     return _run_tensors(
-        p, unpacked(topk_ids), hidden_states, gemm1_weights, output1_scales_scalar, output1_scales_gate_scalar,
-        gemm2_weights, output2_scales_scalar, use_routing_scales_on_input,
+        p,
+        unpacked(topk_ids),
+        hidden_states,
+        gemm1_weights,
+        output1_scales_scalar,
+        output1_scales_gate_scalar,
+        gemm2_weights,
+        output2_scales_scalar,
+        use_routing_scales_on_input,
         activation_of(activation_type, limit=gemm1_clamp_limit),
         LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output),
-    )  # fmt: skip
+    )

@@ -65,19 +65,30 @@ def gated_delta_rule_mtp(
             instead = "" if name.startswith("softplus") else "; keep states in intermediate_states_buffer"
             raise ValueError(f"{name}: {served!r} is required; got {given!r}{instead}")
     tensors: dict[str, Any] = {
-        "q": q, "k": k, "v": v, "b": b, "initial_state_source": initial_state_source,
+        "q": q,
+        "k": k,
+        "v": v,
+        "b": b,
+        "initial_state_source": initial_state_source,
         "initial_state_indices": initial_state_indices,
-    }  # fmt: skip
+    }
     for name, tensor in tensors.items():
         if tensor is None:
             raise ValueError(f"{name}: a tensor is required; got None")
     tensors["initial_state"] = tensors.pop("initial_state_source")
     result, _ = gdn_decode.gated_delta_rule_mtp(
-        A_log=A_log, a=a, dt_bias=dt_bias, **tensors, scale=scale, output=output,
-        intermediate_states_buffer=intermediate_states_buffer, ssm_state_indices=ssm_state_indices,
-        disable_state_update=disable_state_update, use_qk_l2norm=use_qk_l2norm_in_kernel,
+        A_log=A_log,
+        a=a,
+        dt_bias=dt_bias,
+        **tensors,
+        scale=scale,
+        output=output,
+        intermediate_states_buffer=intermediate_states_buffer,
+        ssm_state_indices=ssm_state_indices,
+        disable_state_update=disable_state_update,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
         output_state_indices=output_state_indices,
-    )  # fmt: skip
+    )
     return result
 
 
@@ -100,7 +111,19 @@ def gated_delta_rule(
 ) -> torch.Tensor:
     """`gated_delta_rule_mtp` for one token of each request; its arguments are those there."""
     return gated_delta_rule_mtp(
-        A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source=initial_state_source,
-        initial_state_indices=initial_state_indices, output_state_indices=output_state_indices,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, scale=scale, output=output,
-    )  # fmt: skip
+        A_log,
+        a,
+        dt_bias,
+        softplus_beta,
+        softplus_threshold,
+        q,
+        k,
+        v,
+        b,
+        initial_state_source=initial_state_source,
+        initial_state_indices=initial_state_indices,
+        output_state_indices=output_state_indices,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        scale=scale,
+        output=output,
+    )

@@ -65,21 +65,33 @@ class _Tile(NamedTuple):
 # H200: a stage is 128 bytes of k. Tiles of fp8 have two sets of accumulators, one of the last 128 k.
 TILES = {
     "16 bits": (
-        _Tile(128, 256, 4, 1024), _Tile(128, 192, 5, 805), _Tile(128, 176, 5, 730),
-        _Tile(128, 128, 6, 590, GemmStores.EITHER), _Tile(64, 256, 5, 615), _Tile(64, 128, 8, 450),
+        _Tile(128, 256, 4, 1024),
+        _Tile(128, 192, 5, 805),
+        _Tile(128, 176, 5, 730),
+        _Tile(128, 128, 6, 590, GemmStores.EITHER),
+        _Tile(64, 256, 5, 615),
+        _Tile(64, 128, 8, 450),
     ),
     "rows": (
-        _Tile(256, 128, 4, 1035, GemmStores.TMA), _Tile(128, 192, 5, 820), _Tile(128, 176, 5, 735),
-        _Tile(128, 128, 6, 620, GemmStores.EITHER), _Tile(64, 256, 5, 600), _Tile(64, 128, 8, 450),
+        _Tile(256, 128, 4, 1035, GemmStores.TMA),
+        _Tile(128, 192, 5, 820),
+        _Tile(128, 176, 5, 735),
+        _Tile(128, 128, 6, 620, GemmStores.EITHER),
+        _Tile(64, 256, 5, 600),
+        _Tile(64, 128, 8, 450),
     ),
     "blocks": (
-        _Tile(256, 128, 4, 1240), _Tile(128, 192, 4, 937), _Tile(128, 176, 5, 930), _Tile(128, 128, 6, 650),
-        _Tile(64, 256, 5, 660), _Tile(64, 128, 8, 500),
+        _Tile(256, 128, 4, 1240),
+        _Tile(128, 192, 4, 937),
+        _Tile(128, 176, 5, 930),
+        _Tile(128, 128, 6, 650),
+        _Tile(64, 256, 5, 660),
+        _Tile(64, 128, 8, 500),
     ),
     "column_blocks": (_Tile(128, 128, 6, 800), _Tile(64, 128, 8, 560)),
     # Of moe_gated_gemm: 128 features of both projections, which share a scale.
     "gated blocks": (_Tile(128, 256, 4, 1240),),
-}  # fmt: skip
+}
 # Of block scales and 16-bit out, beside the same shape for any product (kGemmHalvesK). Its clocks include what is
 # saved behind the mainloop. H200, us of both: 4096 x 24576 x 1536 263.2 and 250.6, 8192 x 28672 x 2048 848 and 783,
 # 16384 x 4096 x 1024 139.3 and 133.6. Groups would gain 1.6 % and compile an entry more.
@@ -126,8 +138,9 @@ def _unit(axes: Values) -> Unit:
         more = (*more, *_EXCHANGED.get(kind, ()))
     entries = [
         (tile if short and (either or tile.stores != GemmStores.EITHER) else tile._replace(stores=GemmStores.ROWS))
-        for tile in (*TILES[kind], *more) if k_major or tile.columns % 64 == 0
-    ]  # fmt: skip
+        for tile in (*TILES[kind], *more)
+        if k_major or tile.columns % 64 == 0
+    ]
     made = [tile.entry("gemm", mainloop, epilogues[tile.stores], tiles) for tile in entries]
     if batched and k_major:
         made += [_small_m_entry(axes, _SMALL_M_TOKENS[-1], *tile) for tile in _MORE_TOKENS[kind]]
@@ -253,8 +266,11 @@ GEMM = Op(
             axes=lambda v: {**v, "tokens": next((t for t in _SMALL_M_TOKENS if t >= v["m"]), _SMALL_M_TOKENS[-1])},
             preferred=(
                 Rule(("m",), f"at most {_SMALL_M_TOKENS[-1]} tokens", lambda m: m <= _SMALL_M_TOKENS[-1]),
-                Rule(("m", "k"), f"at most {_SHORT_K_TOKENS} tokens where k is short",
-                     lambda m, k: k == "long" or m <= _SHORT_K_TOKENS),
+                Rule(
+                    ("m", "k"),
+                    f"at most {_SHORT_K_TOKENS} tokens where k is short",
+                    lambda m, k: k == "long" or m <= _SHORT_K_TOKENS,
+                ),
             ),
         ),
         Implementation(
@@ -266,18 +282,22 @@ GEMM = Op(
             _unit,
             axes=_any_m,
         ),
-        Implementation(
-            "mma_sm80", (*at_least(80), _SAME_OR_FP8), _mma_unit, axes=_any_m
-        ),
+        Implementation("mma_sm80", (*at_least(80), _SAME_OR_FP8), _mma_unit, axes=_any_m),
     ),
     prebuilt=(
         *({"a": "bf16", "b": "bf16", "tiles": tiles} for tiles in ("batched", "groups")),
-        *({"a": "e4m3", "b": "e4m3", "scales": scales, "tiles": tiles} for scales in ("rows", "blocks")
-          for tiles in ("batched", "groups")),
+        *(
+            {"a": "e4m3", "b": "e4m3", "scales": scales, "tiles": tiles}
+            for scales in ("rows", "blocks")
+            for tiles in ("batched", "groups")
+        ),
         {"a": "e4m3", "b": "e4m3", "scales": "column_blocks"},
-        *({"a": dtype, "b": dtype, "scales": scales, "tiles": tiles, "m": tokens}
-          for dtype, scales in (("bf16", "rows"), ("e4m3", "rows"), ("e4m3", "blocks"))
-          for tiles in ("batched", "groups") for tokens in _SMALL_M_TOKENS),
+        *(
+            {"a": dtype, "b": dtype, "scales": scales, "tiles": tiles, "m": tokens}
+            for dtype, scales in (("bf16", "rows"), ("e4m3", "rows"), ("e4m3", "blocks"))
+            for tiles in ("batched", "groups")
+            for tokens in _SMALL_M_TOKENS
+        ),
     ),
-)  # fmt: skip
+)
 gemm = operator(GEMM)

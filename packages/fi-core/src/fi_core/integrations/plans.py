@@ -104,9 +104,18 @@ def attend(
         causal, window_left = False, -1
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     slot = _Slot(
-        "decode" if qo_len == 1 and mask is None else "prefill", query.device, query.dtype, query.shape[1],
-        key.shape[1], key.shape[3], value.shape[3], causal, sm_scale, window_left, soft_cap,
-    )  # fmt: skip
+        "decode" if qo_len == 1 and mask is None else "prefill",
+        query.device,
+        query.dtype,
+        query.shape[1],
+        key.shape[1],
+        key.shape[3],
+        value.shape[3],
+        causal,
+        sm_scale,
+        window_left,
+        soft_cap,
+    )
     first = None if padding is None or mask is not None else padding.first
     if first is not None:
         key, value = _tokens(key), _tokens(value)
@@ -136,9 +145,17 @@ def _plan(
     rows = torch.arange(batch + 1, dtype=torch.int32) * qo_len
     bits = None if mask is None else mask[:, 0].reshape(-1)
     wrapper.plan(
-        rows, *tables, slot.num_qo_heads, slot.num_kv_heads, slot.head_dim_qk, page_size, slot.head_dim_vo,
-        custom_mask=bits, causal=slot.causal, **options,
-    )  # fmt: skip
+        rows,
+        *tables,
+        slot.num_qo_heads,
+        slot.num_kv_heads,
+        slot.head_dim_qk,
+        page_size,
+        slot.head_dim_vo,
+        custom_mask=bits,
+        causal=slot.causal,
+        **options,
+    )
 
 
 def _dense_tables(batch: int, kv_len: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -234,16 +251,33 @@ def attend_ragged(
         `[1, qo_tokens, num_qo_heads, head_dim]`.
     """
     slot = _Slot(
-        "ragged", query.device, query.dtype, query.shape[1], key.shape[1], key.shape[3], value.shape[3], causal,
-        sm_scale, window_left, soft_cap,
-    )  # fmt: skip
+        "ragged",
+        query.device,
+        query.dtype,
+        query.shape[1],
+        key.shape[1],
+        key.shape[3],
+        value.shape[3],
+        causal,
+        sm_scale,
+        window_left,
+        soft_cap,
+    )
     wrapper, planned = _wrapper(slot), (qo_indptr, query.shape[2], key.shape[2])
     if not _is_planned(slot, planned):
         wrapper.plan(
-            qo_indptr, kv_indptr, slot.num_qo_heads, slot.num_kv_heads, slot.head_dim_qk, slot.head_dim_vo,
-            causal=causal, sm_scale=sm_scale, window_left=window_left, logits_soft_cap=soft_cap,
+            qo_indptr,
+            kv_indptr,
+            slot.num_qo_heads,
+            slot.num_kv_heads,
+            slot.head_dim_qk,
+            slot.head_dim_vo,
+            causal=causal,
+            sm_scale=sm_scale,
+            window_left=window_left,
+            logits_soft_cap=soft_cap,
             q_data_type=slot.dtype,
-        )  # fmt: skip
+        )
         _planned[slot] = planned
     wrapper._sinks = sinks
     return wrapper.run(_rows(query), key[0], value[0]).unsqueeze(0)  # type: ignore[no-any-return]

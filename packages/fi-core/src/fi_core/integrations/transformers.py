@@ -89,9 +89,17 @@ def mask(
         kept = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
         return None if bool(kept.all()) else kept
     bits: torch.Tensor | None = sdpa_mask(
-        batch_size, q_length, kv_length, q_offset=q_offset, kv_offset=kv_offset, mask_function=function,
-        attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False, **options,
-    )  # fmt: skip
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=False,
+        **options,
+    )
     return bits
 
 

@@ -21,10 +21,17 @@ from fi_core.runtime.signature import define
 F = TypeVar("F", bound=Callable[..., Any])
 _PREFIX: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 _TYPES: dict[str, tuple[type, ...]] = {
-    "None": (type(None),), "bool": (numbers.Integral,), "int": (numbers.Integral,), "float": (numbers.Real,),
-    "str": (str,), "tuple": (tuple, list), "list": (tuple, list), "Sequence": (tuple, list), "dict": (Mapping,),
+    "None": (type(None),),
+    "bool": (numbers.Integral,),
+    "int": (numbers.Integral,),
+    "float": (numbers.Real,),
+    "str": (str,),
+    "tuple": (tuple, list),
+    "list": (tuple, list),
+    "Sequence": (tuple, list),
+    "dict": (Mapping,),
     "Mapping": (Mapping,),
-}  # fmt: skip
+}
 _WORDS = {
     "torch.Tensor": "a torch.Tensor",
     "int": "an integer",

@@ -177,9 +177,12 @@ def fi_trace(
 
 
 def select_template(
-    func: Callable[..., Any], trace: Trace, arguments: Mapping[str, Any], save_dir: str | Path | None = None,
+    func: Callable[..., Any],
+    trace: Trace,
+    arguments: Mapping[str, Any],
+    save_dir: str | Path | None = None,
     name: str | None = None,
-) -> TraceTemplate | None:  # fmt: skip
+) -> TraceTemplate | None:
     """The template of a call; None if a dispatcher has none for it, or if the call sets what the reference ignores."""
     found = trace if isinstance(trace, TraceTemplate) else trace(save_dir=save_dir, name=name, **arguments)
     if found is None:

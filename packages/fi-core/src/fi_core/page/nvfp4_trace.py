@@ -25,18 +25,40 @@ def _quantized(k, v, k_scale, v_scale):  # type: ignore[no-untyped-def]
 
 
 def _append_reference(  # type: ignore[no-untyped-def]
-    append_key, append_value, k_cache, v_cache, k_scales, v_scales, batch_indices, positions, kv_indices, kv_indptr,
-    kv_last_page_len, k_scale, v_scale,
-):  # fmt: skip
+    append_key,
+    append_value,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    batch_indices,
+    positions,
+    kv_indices,
+    kv_indptr,
+    kv_last_page_len,
+    k_scale,
+    v_scale,
+):
     caches = k_cache, v_cache, k_scales, v_scales
     rows = _quantized(append_key, append_value, k_scale, v_scale)
     return _write_rows(rows, caches, batch_indices, positions, kv_indices, kv_indptr)
 
 
 def _append_head_major_reference(  # type: ignore[no-untyped-def]
-    append_key, append_value, k_cache, v_cache, k_scales, v_scales, batch_indices, positions, kv_indices, kv_indptr,
-    kv_last_page_len, k_scale, v_scale,
-):  # fmt: skip
+    append_key,
+    append_value,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    batch_indices,
+    positions,
+    kv_indices,
+    kv_indptr,
+    kv_last_page_len,
+    k_scale,
+    v_scale,
+):
     caches = k_cache, v_cache, k_scales, v_scales
     rows = _quantized(append_key, append_value, k_scale, v_scale)
     _write_rows(rows, [c.transpose(1, 2) for c in caches], batch_indices, positions, kv_indices, kv_indptr)
@@ -146,9 +168,19 @@ def _template(layout: str, by_slot: bool) -> TraceTemplate:
 
 
 def _mla_reference(  # type: ignore[no-untyped-def]
-    append_ckv, append_kpe, ckv_cache, ckv_sf_cache, kpe_cache, batch_indices, positions, kv_indices, kv_indptr,
-    kv_last_page_len, ckv_scale, kpe_scale,
-):  # fmt: skip
+    append_ckv,
+    append_kpe,
+    ckv_cache,
+    ckv_sf_cache,
+    kpe_cache,
+    batch_indices,
+    positions,
+    kv_indices,
+    kv_indptr,
+    kv_last_page_len,
+    ckv_scale,
+    kpe_scale,
+):
     import torch
 
     ckv, kpe = (1.0 / torch.tensor([float(scale)], device=append_ckv.device) for scale in (ckv_scale, kpe_scale))
@@ -177,10 +209,15 @@ def _make_mla(
     cache = draw.rows(draw.integers(0, 126, (pages, page_size, head_dim_ckv // 2), "uint8"))
     e4m3 = [draw.normal((pages, page_size, dim), "float8_e4m3fn") for dim in (head_dim_ckv // 16, head_dim_kpe)]
     return {
-        "append_ckv": draw.rows(ckv), "append_kpe": draw.rows(draw.special(kpe, 0.0, -0.0, 3e4)),
-        "ckv_cache": cache, "ckv_sf_cache": draw.rows(e4m3[0]), "kpe_cache": draw.rows(e4m3[1]),
-        "ckv_scale": 0.0013, "kpe_scale": 0.25, **table,
-    }  # fmt: skip
+        "append_ckv": draw.rows(ckv),
+        "append_kpe": draw.rows(draw.special(kpe, 0.0, -0.0, 3e4)),
+        "ckv_cache": cache,
+        "ckv_sf_cache": draw.rows(e4m3[0]),
+        "kpe_cache": draw.rows(e4m3[1]),
+        "ckv_scale": 0.0013,
+        "kpe_scale": 0.25,
+        **table,
+    }
 
 
 def _mla_work(arguments: Mapping[str, Any]) -> Work:
@@ -197,12 +234,20 @@ _MLA_PARTS = {
 MLA = TraceTemplate(
     "nvfp4_quantize_append_paged_mla_kv_cache",
     axes={
-        **_TABLE_AXES, "head_dim_ckv": Const(abbrev="ckv"), "head_dim_kpe": Const(abbrev="kpe"),
-        "page_size": Const(abbrev="ps"), "ckv_bytes": Const(abbrev=""), "ckv_blocks": Const(abbrev=""),
+        **_TABLE_AXES,
+        "head_dim_ckv": Const(abbrev="ckv"),
+        "head_dim_kpe": Const(abbrev="kpe"),
+        "page_size": Const(abbrev="ps"),
+        "ckv_bytes": Const(abbrev=""),
+        "ckv_blocks": Const(abbrev=""),
     },
     inputs={
-        "append_ckv": Tensor(["nnz", "head_dim_ckv"]), "append_kpe": Tensor(["nnz", "head_dim_kpe"]), **_MLA_PARTS,
-        **_TABLE, "ckv_scale": Scalar("float32"), "kpe_scale": Scalar("float32"),
+        "append_ckv": Tensor(["nnz", "head_dim_ckv"]),
+        "append_kpe": Tensor(["nnz", "head_dim_kpe"]),
+        **_MLA_PARTS,
+        **_TABLE,
+        "ckv_scale": Scalar("float32"),
+        "kpe_scale": Scalar("float32"),
     },
     outputs=_MLA_PARTS,
     reference=(block_amax, e2m1, e4m3_scaled, _write_rows, _mla_reference),
@@ -212,7 +257,7 @@ MLA = TraceTemplate(
     work=_mla_work,
     tolerance=dict.fromkeys(_MLA_PARTS, (0.0, 0.0)),
     description="Quantizes new latents to NVFP4 and rope keys to e4m3 into the pages of their requests.",
-)  # fmt: skip
+)
 
 
 _TEMPLATES = {(layout, by_slot): _template(layout, by_slot) for by_slot in (False, True) for layout in ("NHD", "HND")}

@@ -92,9 +92,18 @@ def _quantize(
     out = x.new_empty((rows, k // 2), dtype=torch.uint8)
     scales = x.new_empty(scale_shape(layout, rows, k // block), dtype=torch.uint8)
     ops.block_quantize(
-        out, scales, matrix, in_fp32(global_scale), block_size=block, scale_format=scale_format, layout=layout.value,
-        gated=gated, inverse_global_scale=inverse, shuffle=shuffle, enable_pdl=enable_pdl,
-    )  # fmt: skip
+        out,
+        scales,
+        matrix,
+        in_fp32(global_scale),
+        block_size=block,
+        scale_format=scale_format,
+        layout=layout.value,
+        gated=gated,
+        inverse_global_scale=inverse,
+        shuffle=shuffle,
+        enable_pdl=enable_pdl,
+    )
     return out if x.ndim == 2 else out.view(*x.shape[:-1], k // 2), scales
 
 

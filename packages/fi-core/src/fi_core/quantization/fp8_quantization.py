@@ -71,9 +71,14 @@ def mxfp8_quantize(
     padded_rows, padded_columns = scale_shape(layout, rows, width // _MX_BLOCK)
     scales = input.new_empty(padded_rows * padded_columns, dtype=torch.uint8)
     ops.block_quantize(
-        out, scales, matrix, block_size=_MX_BLOCK, scale_format=UE8M0_SCALE, layout=layout.value,
+        out,
+        scales,
+        matrix,
+        block_size=_MX_BLOCK,
+        scale_format=UE8M0_SCALE,
+        layout=layout.value,
         enable_pdl=enable_pdl,
-    )  # fmt: skip
+    )
     return out if input.ndim == 2 else out.view(*input.shape[:-1], width), scales
 
 
@@ -201,7 +206,11 @@ def per_token_group_quant_8bit(
     else:
         scales = x.new_empty((rows, groups), dtype=torch.float32)
     ops.block_quantize(
-        out, scales, matrix, block_size=group_size, eps=eps,
+        out,
+        scales,
+        matrix,
+        block_size=group_size,
+        eps=eps,
         scale_format=POWER_OF_TWO_SCALE if scale_ue8m0 else FLOAT_SCALE,
-    )  # fmt: skip
+    )
     return (out, scales) if x.ndim == 2 else (out.view(x.shape), scales.view(*x.shape[:-1], groups))

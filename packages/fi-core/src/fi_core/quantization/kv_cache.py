@@ -28,9 +28,14 @@ def _dequantize(values: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor
     if out.numel():
         matrix, rows = (x.contiguous().view(-1, x.shape[-1]) for x in (values, scales))
         ops.block_dequantize(
-            out, matrix, rows, factor, block_size=_BLOCK, scale_format=ops.E4M3_SCALE,
+            out,
+            matrix,
+            rows,
+            factor,
+            block_size=_BLOCK,
+            scale_format=ops.E4M3_SCALE,
             layout=SfLayout.layout_linear.value,
-        )  # fmt: skip
+        )
     return out.to(dtype).view(shape)
 
 

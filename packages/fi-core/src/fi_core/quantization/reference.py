@@ -55,9 +55,14 @@ def exponents(amax, limit):  # type: ignore[no-untyped-def]
 
 
 def fp4_reference(  # type: ignore[no-untyped-def]
-    input, global_scale=None, sf_vec_size=16, sf_use_ue8m0=False, is_sf_swizzled_layout=True, is_sf_8x4_layout=False,
+    input,
+    global_scale=None,
+    sf_vec_size=16,
+    sf_use_ue8m0=False,
+    is_sf_swizzled_layout=True,
+    is_sf_8x4_layout=False,
     is_global_scale_inversed=False,
-):  # fmt: skip
+):
     import torch
 
     columns = input.stride(-2) == 1 and input.stride(-1) != 1  # its transpose is quantized
@@ -192,9 +197,14 @@ def powers(codes):  # type: ignore[no-untyped-def]
 
 
 def to_float_reference(  # type: ignore[no-untyped-def]
-    e2m1_tensor, ufp8_scale_tensor, global_scale_tensor=None, sf_vec_size=16, ufp8_type=1, is_sf_swizzled_layout=True,
+    e2m1_tensor,
+    ufp8_scale_tensor,
+    global_scale_tensor=None,
+    sf_vec_size=16,
+    ufp8_type=1,
+    is_sf_swizzled_layout=True,
     is_sf_8x4_layout=False,
-):  # fmt: skip
+):
     import torch
 
     x, tile_rows = e2m1_values(e2m1_tensor), (8 if is_sf_8x4_layout else 128) if is_sf_swizzled_layout else 1

@@ -109,9 +109,15 @@ def apply_rope(
         (q_rope, k_rope), new tensors with the shapes and dtype of q and k.
     """
     return _rotated(
-        q, k, indptr=indptr, offsets=offsets, rotary_dim=rotary_dim, interleave=interleave,
-        rope_scale=rope_scale, rope_theta=rope_theta,
-    )  # fmt: skip
+        q,
+        k,
+        indptr=indptr,
+        offsets=offsets,
+        rotary_dim=rotary_dim,
+        interleave=interleave,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+    )
 
 
 @fi_api(trace=trace.plain("apply_rope_inplace", ragged=True, inplace=True))
@@ -134,9 +140,17 @@ def apply_rope_inplace(
         k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
     """
     _rope(
-        q, k, q, k, indptr=indptr, offsets=offsets, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
+        q,
+        k,
+        q,
+        k,
+        indptr=indptr,
+        offsets=offsets,
+        rotary_dim=rotary_dim,
+        interleave=interleave,
+        rope_scale=rope_scale,
         rope_theta=rope_theta,
-    )  # fmt: skip
+    )
 
 
 @fi_api(trace=trace.llama31("apply_llama31_rope", ragged=True))
@@ -175,10 +189,18 @@ def apply_llama31_rope(
         (q_rope, k_rope), new tensors with the shapes and dtype of q and k.
     """
     return _rotated(
-        q, k, indptr=indptr, offsets=offsets, rotary_dim=rotary_dim, interleave=interleave,
-        rope_scale=rope_scale, rope_theta=rope_theta, low_freq_factor=low_freq_factor,
-        high_freq_factor=high_freq_factor, old_context_len=old_context_len,
-    )  # fmt: skip
+        q,
+        k,
+        indptr=indptr,
+        offsets=offsets,
+        rotary_dim=rotary_dim,
+        interleave=interleave,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=high_freq_factor,
+        old_context_len=old_context_len,
+    )
 
 
 @fi_api(trace=trace.llama31("apply_llama31_rope_inplace", ragged=True, inplace=True))
@@ -204,10 +226,20 @@ def apply_llama31_rope_inplace(
         k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
     """
     _rope(
-        q, k, q, k, indptr=indptr, offsets=offsets, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
-        rope_theta=rope_theta, low_freq_factor=low_freq_factor, high_freq_factor=high_freq_factor,
+        q,
+        k,
+        q,
+        k,
+        indptr=indptr,
+        offsets=offsets,
+        rotary_dim=rotary_dim,
+        interleave=interleave,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=high_freq_factor,
         old_context_len=old_context_len,
-    )  # fmt: skip
+    )
 
 
 @fi_api(trace=trace.plain("apply_rope_pos_ids"))
@@ -237,9 +269,14 @@ def apply_rope_pos_ids(
         (q_rope, k_rope), new tensors with the shapes and dtype of q and k.
     """
     return _rotated(
-        q, k, pos_ids=pos_ids, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
+        q,
+        k,
+        pos_ids=pos_ids,
+        rotary_dim=rotary_dim,
+        interleave=interleave,
+        rope_scale=rope_scale,
         rope_theta=rope_theta,
-    )  # fmt: skip
+    )
 
 
 @fi_api(trace=trace.plain("apply_rope_pos_ids_inplace", inplace=True))
@@ -261,9 +298,16 @@ def apply_rope_pos_ids_inplace(
         k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
     """
     _rope(
-        q, k, q, k, pos_ids=pos_ids, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
+        q,
+        k,
+        q,
+        k,
+        pos_ids=pos_ids,
+        rotary_dim=rotary_dim,
+        interleave=interleave,
+        rope_scale=rope_scale,
         rope_theta=rope_theta,
-    )  # fmt: skip
+    )
 
 
 @fi_api(trace=trace.llama31("apply_llama31_rope_pos_ids"))
@@ -297,10 +341,17 @@ def apply_llama31_rope_pos_ids(
         (q_rope, k_rope), new tensors with the shapes and dtype of q and k.
     """
     return _rotated(
-        q, k, pos_ids=pos_ids, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
-        rope_theta=rope_theta, low_freq_factor=low_freq_factor, high_freq_factor=high_freq_factor,
+        q,
+        k,
+        pos_ids=pos_ids,
+        rotary_dim=rotary_dim,
+        interleave=interleave,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=high_freq_factor,
         old_context_len=old_context_len,
-    )  # fmt: skip
+    )
 
 
 @fi_api(trace=trace.llama31("apply_llama31_rope_pos_ids_inplace", inplace=True))
@@ -325,10 +376,19 @@ def apply_llama31_rope_pos_ids_inplace(
         k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
     """
     _rope(
-        q, k, q, k, pos_ids=pos_ids, rotary_dim=rotary_dim, interleave=interleave, rope_scale=rope_scale,
-        rope_theta=rope_theta, low_freq_factor=low_freq_factor, high_freq_factor=high_freq_factor,
+        q,
+        k,
+        q,
+        k,
+        pos_ids=pos_ids,
+        rotary_dim=rotary_dim,
+        interleave=interleave,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=high_freq_factor,
         old_context_len=old_context_len,
-    )  # fmt: skip
+    )
 
 
 @fi_api(trace=trace.cached("apply_rope_with_cos_sin_cache"))
@@ -366,9 +426,15 @@ def apply_rope_with_cos_sin_cache(
 
     query_out, key_out = torch.empty_like(query), torch.empty_like(key)
     _rope(
-        query_out, key_out, query, key, pos_ids=positions, cos_sin_cache=cos_sin_cache, head_dim=head_size,
+        query_out,
+        key_out,
+        query,
+        key,
+        pos_ids=positions,
+        cos_sin_cache=cos_sin_cache,
+        head_dim=head_size,
         interleave=not is_neox,
-    )  # fmt: skip
+    )
     return query_out, key_out
 
 
@@ -394,6 +460,12 @@ def apply_rope_with_cos_sin_cache_inplace(
     if cos_sin_cache is None:
         raise TypeError("cos_sin_cache must be a torch.Tensor; got None")
     _rope(
-        query, key, query, key, pos_ids=positions, cos_sin_cache=cos_sin_cache, head_dim=head_size, interleave=not
-        is_neox,
-    )  # fmt: skip
+        query,
+        key,
+        query,
+        key,
+        pos_ids=positions,
+        cos_sin_cache=cos_sin_cache,
+        head_dim=head_size,
+        interleave=not is_neox,
+    )

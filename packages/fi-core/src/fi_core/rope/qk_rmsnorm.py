@@ -66,10 +66,29 @@ def _frequencies(channels, base, factor, low, high):  # type: ignore[no-untyped-
 
 
 def _computed(  # type: ignore[no-untyped-def]
-    kind, qkv, q_weight, k_weight, ppf, pph, ppw, num_frame_channels, num_height_channels, num_width_channels,
-    num_heads_q, num_heads_k, num_heads_v, head_dim, eps=1e-6, base=10000.0, interleave=True, factor=1.0, low=0.0,
-    high=0.0, attention_factor=1.0, is_qk_norm=True,
-):  # fmt: skip
+    kind,
+    qkv,
+    q_weight,
+    k_weight,
+    ppf,
+    pph,
+    ppw,
+    num_frame_channels,
+    num_height_channels,
+    num_width_channels,
+    num_heads_q,
+    num_heads_k,
+    num_heads_v,
+    head_dim,
+    eps=1e-6,
+    base=10000.0,
+    interleave=True,
+    factor=1.0,
+    low=0.0,
+    high=0.0,
+    attention_factor=1.0,
+    is_qk_norm=True,
+):
     import torch
 
     at = torch.arange(qkv.shape[0]) % (ppf * pph * ppw)
@@ -145,9 +164,17 @@ def _work(arguments: Mapping[str, Any]) -> Work:
 
 
 _COUNTS = (
-    "ppf", "pph", "ppw", "num_frame_channels", "num_height_channels", "num_width_channels", "num_heads_q",
-    "num_heads_k", "num_heads_v", "head_dim",
-)  # fmt: skip
+    "ppf",
+    "pph",
+    "ppw",
+    "num_frame_channels",
+    "num_height_channels",
+    "num_width_channels",
+    "num_heads_q",
+    "num_heads_k",
+    "num_heads_v",
+    "head_dim",
+)
 _NUMBERS = ("eps", "base", "interleave", "factor", "low", "high", "attention_factor", "is_qk_norm")
 
 

@@ -115,10 +115,21 @@ def rope_quantize_fp8(
     q_rope_out, k_rope_out = _out(q_rope_out, q_rope, q_rope, dtype), _out(k_rope_out, k_rope, k_rope, dtype)
     q_nope_out, k_nope_out = _out(q_nope_out, q_rope, q_nope, dtype), _out(k_nope_out, k_rope, k_nope, dtype)
     _rope_quantize(
-        q_rope_out, q_rope, k_rope, cos_sin_cache, pos_ids=pos_ids, q_nope=q_nope, k_nope=k_nope,
-        k_rope_out=k_rope_out, q_nope_out=q_nope_out, k_nope_out=k_nope_out, is_neox=is_neox,
-        quant_scale_q=quant_scale_q, quant_scale_kv=quant_scale_kv, enable_pdl=enable_pdl,
-    )  # fmt: skip
+        q_rope_out,
+        q_rope,
+        k_rope,
+        cos_sin_cache,
+        pos_ids=pos_ids,
+        q_nope=q_nope,
+        k_nope=k_nope,
+        k_rope_out=k_rope_out,
+        q_nope_out=q_nope_out,
+        k_nope_out=k_nope_out,
+        is_neox=is_neox,
+        quant_scale_q=quant_scale_q,
+        quant_scale_kv=quant_scale_kv,
+        enable_pdl=enable_pdl,
+    )
     return q_rope_out, k_rope_out, q_nope_out, k_nope_out
 
 
@@ -163,11 +174,22 @@ def mla_rope_quantize_fp8(
         (q_rope_out, k_rope_out, q_nope_out, k_nope_out).
     """
     return rope_quantize_fp8(
-        q_rope, k_rope, q_nope, k_nope, cos_sin_cache=cos_sin_cache, pos_ids=pos_ids, is_neox=is_neox,
-        quantize_dtype=quantize_dtype, quant_scale_q=quant_scale_q, quant_scale_kv=quant_scale_kv,
-        q_rope_out=q_rope_out, k_rope_out=k_rope_out, q_nope_out=q_nope_out, k_nope_out=k_nope_out,
+        q_rope,
+        k_rope,
+        q_nope,
+        k_nope,
+        cos_sin_cache=cos_sin_cache,
+        pos_ids=pos_ids,
+        is_neox=is_neox,
+        quantize_dtype=quantize_dtype,
+        quant_scale_q=quant_scale_q,
+        quant_scale_kv=quant_scale_kv,
+        q_rope_out=q_rope_out,
+        k_rope_out=k_rope_out,
+        q_nope_out=q_nope_out,
+        k_nope_out=k_nope_out,
         enable_pdl=enable_pdl,
-    )  # fmt: skip
+    )
 
 
 @fi_api(trace=trace.quantize_append)
@@ -246,9 +268,26 @@ def rope_quantize_fp8_append_paged_kv_cache(
     dtype = _fp8(quantize_dtype, q_rope_out, q_nope_out, k_cache)
     q_rope_out, q_nope_out = _out(q_rope_out, q_rope, q_rope, dtype), _out(q_nope_out, q_rope, q_nope, dtype)
     _rope_quantize(
-        q_rope_out, q_rope, k_rope, cos_sin_cache, pos_ids=pos_ids, q_nope=q_nope, k_nope=k_nope, v=v,
-        q_nope_out=q_nope_out, k_cache=k_cache, v_cache=v_cache, kv_indices=kv_indices, kv_indptr=kv_indptr,
-        batch_indices=batch_indices, positions=positions, is_neox=is_neox, quant_scale_q=quant_scale_q,
-        quant_scale_kv=quant_scale_kv, page_size=page_size, head_major=kv_layout == "HND", enable_pdl=enable_pdl,
-    )  # fmt: skip
+        q_rope_out,
+        q_rope,
+        k_rope,
+        cos_sin_cache,
+        pos_ids=pos_ids,
+        q_nope=q_nope,
+        k_nope=k_nope,
+        v=v,
+        q_nope_out=q_nope_out,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        kv_indices=kv_indices,
+        kv_indptr=kv_indptr,
+        batch_indices=batch_indices,
+        positions=positions,
+        is_neox=is_neox,
+        quant_scale_q=quant_scale_q,
+        quant_scale_kv=quant_scale_kv,
+        page_size=page_size,
+        head_major=kv_layout == "HND",
+        enable_pdl=enable_pdl,
+    )
     return q_rope_out, q_nope_out

@@ -26,9 +26,16 @@ _SMOOTH = {
 
 
 def _rope_reference(  # type: ignore[no-untyped-def]
-    q, k, pos_ids=None, indptr: Any = None, offsets: Any = None, rotary_dim=None, interleave=False, rope_scale=1.0,
+    q,
+    k,
+    pos_ids=None,
+    indptr: Any = None,
+    offsets: Any = None,
+    rotary_dim=None,
+    interleave=False,
+    rope_scale=1.0,
     rope_theta=1e4,
-):  # fmt: skip
+):
     import torch
 
     if pos_ids is None:
@@ -53,9 +60,19 @@ def _rope_reference(  # type: ignore[no-untyped-def]
 
 
 def _rope_smooth_reference(  # type: ignore[no-untyped-def]
-    q, k, pos_ids=None, indptr: Any = None, offsets: Any = None, rotary_dim=None, interleave=False, rope_scale=8.0,
-    rope_theta=5e5, low_freq_factor=1.0, high_freq_factor=4.0, old_context_len=8192,
-):  # fmt: skip
+    q,
+    k,
+    pos_ids=None,
+    indptr: Any = None,
+    offsets: Any = None,
+    rotary_dim=None,
+    interleave=False,
+    rope_scale=8.0,
+    rope_theta=5e5,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    old_context_len=8192,
+):
     import math
 
     import torch
@@ -108,9 +125,17 @@ def _rope_table_reference(positions, query, key, head_size, cos_sin_cache, is_ne
 
 
 def _rope_quantize_reference(  # type: ignore[no-untyped-def]
-    q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids, is_neox=True, quantize_dtype=None, quant_scale_q=1.0,
+    q_rope,
+    k_rope,
+    q_nope,
+    k_nope,
+    cos_sin_cache,
+    pos_ids,
+    is_neox=True,
+    quantize_dtype=None,
+    quant_scale_q=1.0,
     quant_scale_kv=1.0,
-):  # fmt: skip
+):
     import torch
 
     dtype = quantize_dtype or torch.float8_e4m3fn
@@ -138,9 +163,26 @@ def _rope_quantize_reference(  # type: ignore[no-untyped-def]
 
 
 def _rope_quantize_append_reference(  # type: ignore[no-untyped-def]
-    q_rope, k_rope, q_nope, k_nope, v, cos_sin_cache, pos_ids, k_cache, v_cache, kv_indices, kv_indptr, batch_indices,
-    positions, is_neox=True, quantize_dtype=None, quant_scale_q=1.0, quant_scale_kv=1.0, page_size=16, kv_layout="NHD",
-):  # fmt: skip
+    q_rope,
+    k_rope,
+    q_nope,
+    k_nope,
+    v,
+    cos_sin_cache,
+    pos_ids,
+    k_cache,
+    v_cache,
+    kv_indices,
+    kv_indptr,
+    batch_indices,
+    positions,
+    is_neox=True,
+    quantize_dtype=None,
+    quant_scale_q=1.0,
+    quant_scale_kv=1.0,
+    page_size=16,
+    kv_layout="NHD",
+):
     import torch
 
     dtype = quantize_dtype or k_cache.dtype

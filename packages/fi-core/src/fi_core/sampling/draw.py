@@ -233,9 +233,18 @@ def top_k_top_p_sampling_from_logits(
         filter_apply_order: "top_k_first": top_p is a share of the sum of the top-k elements; "joint": of the whole row.
     """
     return _draw(  # type: ignore[return-value]
-        logits, "logits", _RETRIES, indices, generator, check_nan, seed, offset, False,
-        {"top_k": top_k, "top_p": top_p}, _is_joint(filter_apply_order),
-    )  # fmt: skip
+        logits,
+        "logits",
+        _RETRIES,
+        indices,
+        generator,
+        check_nan,
+        seed,
+        offset,
+        False,
+        {"top_k": top_k, "top_p": top_p},
+        _is_joint(filter_apply_order),
+    )
 
 
 @with_valid
@@ -263,9 +272,18 @@ def top_k_top_p_sampling_from_probs(
         filter_apply_order: "top_k_first": top_p is a share of the sum of the top-k elements; "joint": of the whole row.
     """
     return _draw(
-        probs, "probs", _RETRIES, indices, generator, check_nan, seed, offset, return_valid,
-        {"top_k": top_k, "top_p": top_p}, _is_joint(filter_apply_order),
-    )  # fmt: skip
+        probs,
+        "probs",
+        _RETRIES,
+        indices,
+        generator,
+        check_nan,
+        seed,
+        offset,
+        return_valid,
+        {"top_k": top_k, "top_p": top_p},
+        _is_joint(filter_apply_order),
+    )
 
 
 @fi_api(trace=trace.SAMPLE_FROM_LOGITS)
@@ -345,6 +363,16 @@ def sample_from_logits(
         raise ValueError("seen_token_counts: required for frequency_penalty and presence_penalty")
     filters = _given(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     return _draw(  # type: ignore[return-value]
-        logits, "logits", _RETRIES, None, generator, False, seed, offset, True, filters,
-        joint=_is_joint(filter_apply_order), adjustments=adjustments,
-    )  # fmt: skip
+        logits,
+        "logits",
+        _RETRIES,
+        None,
+        generator,
+        False,
+        seed,
+        offset,
+        True,
+        filters,
+        joint=_is_joint(filter_apply_order),
+        adjustments=adjustments,
+    )

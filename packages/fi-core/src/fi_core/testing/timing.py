@@ -170,19 +170,26 @@ def _timer(name: str, doc: str, *order: str, **fixed: Any) -> Callable[..., Benc
 
 _COUNTS = ("dry_run_iters", "repeat_iters", "dry_run_time_ms", "repeat_time_ms")
 bench_gpu_time_with_cupti = _timer(
-    "bench_gpu_time_with_cupti", "Times fn by CUPTI: `bench_gpu_time` with enable_cupti=True.",
-    enable_cupti=True, num_iters_within_graph=10,
-)  # fmt: skip
+    "bench_gpu_time_with_cupti",
+    "Times fn by CUPTI: `bench_gpu_time` with enable_cupti=True.",
+    enable_cupti=True,
+    num_iters_within_graph=10,
+)
 bench_gpu_time_with_cuda_event = _timer(
     "bench_gpu_time_with_cuda_event",
     "Times fn by CUDA events around each call: `bench_gpu_time` without CUPTI and graph.",
-    enable_cupti=False, use_cuda_graph=False, num_iters_within_graph=10,
-)  # fmt: skip
+    enable_cupti=False,
+    use_cuda_graph=False,
+    num_iters_within_graph=10,
+)
 bench_gpu_time_with_cudagraph = _timer(
     "bench_gpu_time_with_cudagraph",
     "Times several calls of fn in one CUDA graph: `bench_gpu_time` with use_cuda_graph=True.",
-    *_COUNTS, "num_iters_within_graph", enable_cupti=False, use_cuda_graph=True,
-)  # fmt: skip
+    *_COUNTS,
+    "num_iters_within_graph",
+    enable_cupti=False,
+    use_cuda_graph=True,
+)
 
 
 def bench_cpu_time(fn: Callable[..., object], *args: Any, **kwargs: Any) -> BenchTimes:

@@ -119,9 +119,11 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         self.plans = {window: BlockTablesPlan(self.workspace) for window in {layer.window_left for layer in layers}}
         self.q_dtype = vllm_config.model_config.dtype
         self.heads = (
-            vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config), kv_cache_spec.num_kv_heads,
-            kv_cache_spec.head_size, kv_cache_spec.block_size,
-        )  # fmt: skip
+            vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config),
+            kv_cache_spec.num_kv_heads,
+            kv_cache_spec.head_size,
+            kv_cache_spec.block_size,
+        )
         cache_dtype = vllm_config.cache_config.cache_dtype
         self.kv_dtype = _fp8(cache_dtype) if cache_dtype in FP8 else kv_cache_spec.dtype
         for soft_cap in soft_caps:
@@ -142,9 +144,21 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
                 query, pages, self.workspace, table, length, 1, window_left=window_left, plan=plan
             )
             trtllm_batch_context_with_kv_cache(
-                query, pages, self.workspace, table, length, 1, 1, 1.0, 1.0, batch_size=1, cum_seq_lens_q=starts,
-                cum_seq_lens_kv=starts, window_left=window_left, logits_soft_cap=soft_cap,
-            )  # fmt: skip
+                query,
+                pages,
+                self.workspace,
+                table,
+                length,
+                1,
+                1,
+                1.0,
+                1.0,
+                batch_size=1,
+                cum_seq_lens_q=starts,
+                cum_seq_lens_kv=starts,
+                window_left=window_left,
+                logits_soft_cap=soft_cap,
+            )
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         step = common_attn_metadata
@@ -163,9 +177,17 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
                     *decode, *self.heads, self.q_dtype, self.kv_dtype, q_len_per_req=q_len, window_left=window_left
                 )
         return Metadata(
-            decodes, prefills, q_len, step.max_query_len, step.max_seq_len, decode, prefill, starts, self.workspace,
+            decodes,
+            prefills,
+            q_len,
+            step.max_query_len,
+            step.max_seq_len,
+            decode,
+            prefill,
+            starts,
+            self.workspace,
             self.plans,
-        )  # fmt: skip
+        )
 
 
 class Impl(AttentionImpl):  # type: ignore[misc]
@@ -234,17 +256,38 @@ class Impl(AttentionImpl):  # type: ignore[misc]
         if step.num_decodes:
             rows = step.num_decodes * step.q_len
             trtllm_batch_decode_with_kv_cache(
-                query[:rows], (k, v), step.workspace, *step.decode, step.max_seq_len, *scales,
-                window_left=self.window_left, out=output[:rows], sinks=self.sinks, q_len_per_req=step.q_len,
-                plan=step.plans[self.window_left], logits_soft_cap=self.logits_soft_cap,
-            )  # fmt: skip
+                query[:rows],
+                (k, v),
+                step.workspace,
+                *step.decode,
+                step.max_seq_len,
+                *scales,
+                window_left=self.window_left,
+                out=output[:rows],
+                sinks=self.sinks,
+                q_len_per_req=step.q_len,
+                plan=step.plans[self.window_left],
+                logits_soft_cap=self.logits_soft_cap,
+            )
         if step.num_prefills:
             tables, lengths = step.prefill
             trtllm_batch_context_with_kv_cache(
-                query, (k, v), step.workspace, tables, lengths, step.max_query_len, step.max_seq_len, *scales,
-                batch_size=lengths.shape[0], cum_seq_lens_q=step.qo_indptr, cum_seq_lens_kv=step.qo_indptr,
-                window_left=self.window_left, out=output, sinks=self.sinks, logits_soft_cap=self.logits_soft_cap,
-            )  # fmt: skip
+                query,
+                (k, v),
+                step.workspace,
+                tables,
+                lengths,
+                step.max_query_len,
+                step.max_seq_len,
+                *scales,
+                batch_size=lengths.shape[0],
+                cum_seq_lens_q=step.qo_indptr,
+                cum_seq_lens_kv=step.qo_indptr,
+                window_left=self.window_left,
+                out=output,
+                sinks=self.sinks,
+                logits_soft_cap=self.logits_soft_cap,
+            )
         return output
 
     def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

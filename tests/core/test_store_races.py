@@ -85,7 +85,7 @@ def test_cleaning_does_not_break_readers(python: Python, monkeypatch: pytest.Mon
     wait_for_build(python.start(CLEANER))
     end, origins = time.monotonic() + 3, set()
     while time.monotonic() < end:
-        content, found = kernel._first(image, [], use)
+        content, found = kernel._first(image, use)
         assert content == b"device binary"
         assert found.path.is_relative_to(root())
         origins.add(found.origin)

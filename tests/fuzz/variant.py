@@ -30,4 +30,4 @@ def specs() -> list[JitSpec]:
 def preload() -> None:
     """Loads every module once, so that forked workers share them."""
     for artifact in (*aot.artifacts(["cpu"]), *(spec.host for spec in specs())):
-        load_module(next(iter(find(artifact))))
+        load_module(next(find(artifact)))

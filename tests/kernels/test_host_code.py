@@ -52,7 +52,7 @@ def test_what_it_needs_and_exports(artifact: Artifact) -> None:
     symbols = re.findall(r"^\S+ (?!U)\w (\w+)", run("nm", "-D", "--defined-only", path), re.MULTILINE)
     exported = [
         *("bind", "call", "forget", "learn", "plan", "request", "run"),
-        *(["last_launches", "rehearse"] if artifact.kind == "cuda" else []),
+        *(["last_launches"] if artifact.kind == "cuda" else []),
     ]
     named = {name.removeprefix("__tvm_ffi_") for name in symbols if not name.startswith("_Z")}
     assert named - {"steps"} == set(exported)  # steps: of those with FI_STEPS

@@ -252,9 +252,13 @@ class Env:
         COMMAS, (), "build", "Ops of a binary package that is built to try its release.", default_doc="every op"
     )
     aot_machine = Variable[str](
-        _choice("x86_64", "aarch64"), "", "build", "Machine of the host modules of a binary package; others than this "
-        "one need the cross compiler of Debian.", derive=platform.machine, default_doc="this machine"
-    )  # fmt: skip
+        _choice("x86_64", "aarch64"),
+        "",
+        "build",
+        "Machine of the host modules of a binary package; others than this one need the cross compiler of Debian.",
+        derive=platform.machine,
+        default_doc="this machine",
+    )
     max_jobs = Variable[int | None](
         POSITIVE, None, "build", "Compile jobs at once.", prefixed=False, default_doc="from the cores and the memory"
     )

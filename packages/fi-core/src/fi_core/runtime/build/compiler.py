@@ -167,11 +167,21 @@ def command(artifact: Artifact, directory: Path) -> list[str]:
     ffi = toolchain.tvm_ffi_root()
     prefix_maps = (f"-ffile-prefix-map={sources.root()}=fi_kernels", f"-ffile-prefix-map={ffi}=tvm_ffi")
     return [
-        *env.cxx_launcher, *compilers, *prefix_maps, f"-ffile-prefix-map={directory}=generated", *search,
-        f"-isystem{ffi / 'include'}", "-o", str(out), str(unit), *flags(artifact),
+        *env.cxx_launcher,
+        *compilers,
+        *prefix_maps,
+        f"-ffile-prefix-map={directory}=generated",
+        *search,
+        f"-isystem{ffi / 'include'}",
+        "-o",
+        str(out),
+        str(unit),
+        *flags(artifact),
         # Libraries among the flags come last. A module names the library, also where it is linked with an empty one.
-        f"-L{toolchain.tvm_ffi_libraries(machine)}", "-Wl,--no-as-needed", "-ltvm_ffi",
-    ]  # fmt: skip
+        f"-L{toolchain.tvm_ffi_libraries(machine)}",
+        "-Wl,--no-as-needed",
+        "-ltvm_ffi",
+    ]
 
 
 def write_unit(artifact: Artifact, directory: Path) -> None:
@@ -219,8 +229,9 @@ def compile_artifact(artifact: Artifact, directory: Path) -> None:
     if env.delays not in ("", "patience") and (serialised := SERIALISED.search(said)):
         raise CompileError(
             f"building {artifact.name} with FI_DELAYS={env.delays} makes ptxas serialise its products, which hides "
-            f"races: {serialised[0]}", hint="take registers from the delay, or sites from its group"
-        )  # fmt: skip
+            f"races: {serialised[0]}",
+            hint="take registers from the delay, or sites from its group",
+        )
     if said.strip():
         (directory / f"{artifact.name}.log").write_text(said)
     diagnose.logger().debug("built %s for %s in %.2f s", artifact.name, artifact.target, time.perf_counter() - start)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from fi_core.runtime.build import sources
-from fi_core.runtime.resolve import Found, aside, built, find, prebuilt, start
+from fi_core.runtime.resolve import Found, aside, built, find, start
 from fi_core.runtime.resolve.checks import checks_contents
 from fi_core.runtime.resolve.provider import note
 from fi_core.runtime.spec.artifact import Artifact
@@ -22,18 +22,18 @@ _open_files: list[int] = []  # descriptors of their files
 
 
 class Kernel(NamedTuple):
-    """What a host module has bound: `number` is that of a kernel of an op, or the function of a user's module;
-    `origins` has the origin of each file.
+    """What a host module has bound: `bound` is its address, or the function of a user's module; `origins` has the
+    origin of each file.
     """
 
-    number: Any
+    bound: Any
     name: str
     origins: dict[str, Found]
     module: Any
 
     def run(self, *values: Any) -> None:
         """Launches it for the values of a call, past all choices."""
-        self.module["run"](self.number, *values)
+        self.module["run"](self.bound, *values)
 
 
 class Launch(NamedTuple):
@@ -76,24 +76,18 @@ def launches(module: Any) -> tuple[Launch, ...]:
     """The kernel launches of this thread's last call into a CUDA host module, in order; the newest four."""
     found = []
     for line in module["last_launches"]().splitlines():
-        entry, x, y, z, threads, shared, cluster, pdl = line.split()
-        grid = (int(x), int(y), int(z))
-        found.append(Launch(entry, grid, int(threads), int(shared), int(cluster), pdl == "1"))
+        entry, *numbers = line.split()
+        x, y, z, threads, shared, cluster, pdl = map(int, numbers)
+        found.append(Launch(entry, (x, y, z), threads, shared, cluster, bool(pdl)))
     return tuple(found)
 
 
-def _peek(places: Iterator[Found]) -> tuple[bool, Iterable[Found]]:
-    """Whether there is any place, and all of them; each further place costs reading a file."""
-    head = list(islice(places, 1))
-    return bool(head), chain(head, places)
-
-
-def _first(artifact: Artifact, known: Iterable[Found], use: Callable[[Found], Any]) -> tuple[Any, Found]:
+def _first(artifact: Artifact, use: Callable[[Found], Any], places: Iterator[Found] | None = None) -> tuple[Any, Found]:
     """The first usable file. A prebuilt file that fails to load is skipped, and the reason is logged; one that another
     process removes from the store is built again.
     """
     lost = RuntimeError(f"{artifact.id} could not be loaded")
-    for found in chain(find(artifact, known), (built(artifact) for _ in range(_ATTEMPTS))):
+    for found in chain(places or find(artifact), (built(artifact) for _ in range(_ATTEMPTS))):
         try:
             return use(found), found
         except (RuntimeError, OSError) as error:
@@ -120,11 +114,7 @@ def bind(spec: Spec, device: int = 0) -> Kernel:
 
 def host_module(op: Op, kind: str) -> Any:
     """The host module of an op for "cpu" or "cuda" tensors. Raises what `bind` raises."""
-    return _host(sources.host_module(op, kind))[0]
-
-
-def _host(host: Artifact) -> tuple[Any, Found]:
-    return _first(host, _peek(prebuilt(host))[1], load_module)
+    return _first(sources.host_module(op, kind), load_module)[0]
 
 
 @functools.cache
@@ -145,19 +135,16 @@ def bind_artifacts(name: str, artifacts: Sequence[Artifact], entries: Sequence[E
     """
     host, *images = artifacts
     if not images:
-        module, found = _host(host)
-        return Kernel(module["bind"](name, checks_contents("cpu")), name, {"host": found}, module)
-    (image,) = images
-    has_host, hosts = _peek(prebuilt(host))
-    has_cubin, cubins = _peek(prebuilt(image))
-    if not has_host and not has_cubin:
-        start([host])  # both compilers at once: a cold first call costs the slower one
-        cubins, hosts = [built(image)], [built(host)]
-    module, host_found = _first(host, hosts, load_module)
-    given = name, checks_contents("cuda")
-    place = image.target.capability, device, *_words(entries)
-    number, image_found = _first(image, cubins, lambda found: module["bind"](*given, found.content(), *place))
-    return Kernel(number, name, {"host": host_found, "cubin": image_found}, module)
+        module, host_found = _first(host, load_module)
+        return Kernel(module["bind"](name, checks_contents("cpu")), name, {"host": host_found}, module)
+    (image,), places = images, find(*images)
+    start([host])  # both compilers at once: a cold first call costs the slower one
+    places = chain([next(places)], places)
+    module, host_found = _first(host, load_module)
+    given = image.target.capability, device, 0, 0, *_words(entries)
+    checks = checks_contents("cuda")
+    bound, found = _first(image, lambda file: module["bind"](name, checks, file.content(), *given), places)
+    return Kernel(bound, name, {"host": host_found, "cubin": found}, module)
 
 
 @functools.cache
@@ -187,5 +174,6 @@ def rehearse(spec: Spec, multiprocessors: int, shared_limit: int, entries: Seque
     unit = spec.unit()
     assert unit is not None, f"{spec}: only a CUDA spec can be rehearsed"
     module = rehearsed_module(spec.op, "cuda")
-    device = spec.target.capability, multiprocessors, shared_limit
-    return Kernel(module["rehearse"](spec.name, *device, *_words(entries or unit.entries)), spec.name, {}, module)
+    device = spec.target.capability, 0, multiprocessors, shared_limit
+    bound = module["bind"](spec.name, False, None, *device, *_words(entries or unit.entries))
+    return Kernel(bound, spec.name, {}, module)

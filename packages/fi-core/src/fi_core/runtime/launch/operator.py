@@ -10,6 +10,7 @@ import contextlib
 import functools
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from fi_core.runtime.spec.op import Op
 from fi_core.runtime.spec.target import CPU, Target, cuda_target
 
 _MOST_REQUESTS = 4096  # that a host module keeps
+_CUDA = 2  # kDLCUDA
 
 
 class PlannedCall(NamedTuple):
@@ -33,7 +35,7 @@ class PlannedCall(NamedTuple):
     plan: Any
     check: Callable[..., None]
     call: Callable[..., Any]
-    learn: Callable[..., Any] | None
+    learn: Callable[..., Any]
 
 
 class Operator:
@@ -49,18 +51,26 @@ class Operator:
         self.choices: list[Choice | None] = []  # by the numbers that calls return
         self._numbers: dict[Choice, int] = {}
         self._learned = set[str]()
-        self._backends = _Numbers()
+        # A number for each backend that callers name, in the order in which they come.
+        self._backends: dict[Any, int] = defaultdict(lambda: len(self._backends), {AUTO: 0})
         self._modules: dict[str, Any] = {}  # by the type of the device
         self._plans: dict[str, Callable[..., Any]] = {}  # likewise: what makes a planned call
         self._forced: str | None = None
         self._lock = threading.RLock()
         self._rest = [a for a in op.parsed if a.name not in op.planned]
         self._scope: dict[str, Any] = {
-            "modes": self.register, "records": None, "call": self._first_call, "choices": self.choices,
-            "backends": self._backends, "missed": self._missed, "missed_plan": self._missed_plan, "whole": self._whole,
+            "modes": self.register,
+            "records": None,
+            "call": self._first_call,
+            "choices": self.choices,
+            "backends": self._backends,
+            "missed": self._missed,
+            "missed_plan": self._missed_plan,
+            "whole": self._whole,
             "extended": self._extended,
-            "torch_op": torch_op, "op": op,
-        }  # fmt: skip
+            "torch_op": torch_op,
+            "op": op,
+        }
         self._define()
         self.function: Callable[..., Choice | None] = self._scope[op.name]
         self.planned_function: Callable[..., Choice | None] = self._scope.get(f"{op.name}_planned", self.function)
@@ -133,25 +143,20 @@ class Operator:
         return self._modules[kind]
 
     def _first_call(self, *values: Any) -> Any:
-        """Takes the place of `call` until a module is loaded, and in a rehearsal."""
-        device = _device_of(values)
-        module = self.module(device)
-        if _rehearsals:
-            return self._rehearsed(module, module["request"](*values), device, values)
-        self._scope["call"] = self._checked(module["call"], self.op.native)
-        return self._scope["call"](*values)
+        """Takes the place of `call` until a module is loaded, and in a rehearsal: no kernel is known."""
 
     def _checked(self, call: Callable[..., Any], taken: Sequence[Argument]) -> Callable[..., Any]:
         return torch_op.refusing_unreadable(self.op, taken, call) if checks_signs() else call
 
-    def _rehearsed(self, module: Any, found: str, device: Any, values: tuple[Any, ...]) -> int:
-        choice = choose(self._request(found, device)[0])
+    def _rehearsed(self, device: Any, values: tuple[Any, ...]) -> Choice:
+        """Computes the launches of a call, which does not run."""
+        choice = choose(self._request(self.request(device, *values), device)[0])
         done: tuple[Launch, ...] = ()
         if choice.request.target.kind == "cuda":
             self._kernel(choice, device).run(*values)
-            done = launches(module)
+            done = launches(self.module(device))
         _rehearsals[-1].calls.append((choice, done))
-        return self._number(choice)
+        return choice
 
     def _number(self, choice: Choice) -> int:
         with self._lock:
@@ -164,7 +169,7 @@ class Operator:
         """The request that a host module tells in words, and the words."""
         words = list(map(int, found.split()))
         values = tuple(field.value(word) for field, word in zip(self.op.fields.values(), words[2:]))
-        named = self._forced or self._backends.names[words[1]]
+        named = self._forced or list(self._backends)[words[1]]
         return Request(self.op, target_of(device), values, named), words
 
     def _kernel(self, choice: Choice, device: Any) -> Kernel:
@@ -178,8 +183,11 @@ class Operator:
             return self.kernels[key]
 
     def request(self, device: Any, *values: Any) -> str:
-        """The words of the request of a call with values in the order of the host module, which does not run."""
-        return self.module(device)["request"](*values)  # type: ignore[no-any-return]
+        """The words of the request of a call that does not run. values: in the order of the host module; their tensors
+        may lie elsewhere.
+        """
+        place, words = self.module(device)["request"](*values).split(" ", 1)
+        return f"{_CUDA << 32 | device.index if device.type == 'cuda' else place} {words}"
 
     def prepare(self, found: str, device: Any) -> None:
         """Begins to compile the kernel of a request."""
@@ -191,7 +199,7 @@ class Operator:
         choice = choose(request)
         if found not in self._learned:
             begin_reached(request, {name: known.op for name, known in _operators.items()})
-        lesson = [self._number(choice), self._kernel(choice, device).number, *words]
+        lesson = [self._number(choice), self._kernel(choice, device).bound, *words]
         with self._lock:  # a thread that finds it learned calls at once
             if found not in self._learned:
                 if len(self._learned) >= _MOST_REQUESTS:
@@ -206,9 +214,10 @@ class Operator:
         named = dict(zip((a.name for a in self.op.parsed), arguments))
         values = tuple(self._backends[v] if a.kind == "str" else v for a in self.op.native for v in (named[a.name],))
         device = _device_of(values)
+        if _rehearsals:
+            return self._rehearsed(device, values)
         module = self.module(device)
-        if not _rehearsals:
-            self._scope["call"] = self._checked(module["call"], self.op.native)
+        self._scope["call"] = self._checked(module["call"], self.op.native)
         number = module["call"](*values)
         if not isinstance(number, int):
             self.learn(number, device)
@@ -227,27 +236,22 @@ class Operator:
                 for each request that the plan does not know.
             plan: the plan.
         """
-        fixed = self.fixed(plan)
         if _rehearsals:
-            return PlannedCall(plan, check, functools.partial(self._first_call, *fixed), None)
+            return PlannedCall(plan, check, self._first_call, self._first_call)
         make = self._plans.get(device.type) or self._plans.setdefault(device.type, self.module(device)["plan"])
-        call = make(-1 if choice is None else self._numbers.get(choice, -1), *fixed)
+        call = make(-1 if choice is None else self._numbers.get(choice, -1), *self.fixed(plan))
         return PlannedCall(plan, check, self._checked(call, self._rest), call)
 
     def _missed_plan(self, planned: PlannedCall, found: str, rest: tuple[Any, ...]) -> Choice | None:
+        if planned.learn == self._first_call:  # planned in a rehearsal
+            return self._missed(None, self._whole(planned, rest), False)
         torch_op.check(self.op, self._whole(planned, rest), wrapped=False)
         planned.check(planned.plan, *rest)
         number = planned.call(*rest)
         if not isinstance(number, int):
-            assert planned.learn is not None
             planned.learn(*self.learn(number, _device_of(rest)))
             number = planned.call(*rest)
         return self.choices[int(number)]
-
-    def launches(self, choice: Choice) -> tuple[Launch, ...]:
-        """The kernel launches of this thread's last call, if it ran this choice on CUDA."""
-        module = self._modules.get("cuda")
-        return launches(module) if module and choice.request.target.kind == "cuda" else ()
 
     def forget(self) -> None:
         """Drops what calls have learned; kernels stay loaded."""
@@ -274,19 +278,6 @@ class Operator:
             self.forget()
 
 
-class _Numbers(dict[Any, int]):
-    """A number for each backend that callers name, in the order in which they come."""
-
-    def __init__(self) -> None:
-        super().__init__({AUTO: 0})
-        self.names = [AUTO]
-
-    def __missing__(self, name: Any) -> int:
-        self.names.append(name)
-        self[name] = number = len(self.names) - 1
-        return number
-
-
 def _parameter(argument: Argument) -> str:
     return argument.name if argument.default is REQUIRED else f"{argument.name}={argument.default!r}"
 
@@ -305,11 +296,6 @@ def _values(arguments: Sequence[Argument]) -> str:
 
 def _indented(lines: Sequence[str], levels: int = 1) -> list[str]:
     return [f"{'    ' * levels}{line}" for line in lines]
-
-
-def _short(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The values of a request, with short names of dtypes."""
-    return tuple(short_name(v) if type(v).__name__ == "dtype" else v for v in values)
 
 
 def planned(op: Op, device: Any, backend: str, *values: Any, ahead: bool = True) -> Choice:
@@ -331,7 +317,8 @@ def planned(op: Op, device: Any, backend: str, *values: Any, ahead: bool = True)
 
 @functools.lru_cache(maxsize=4096)
 def _planned(op: Op, target: Target, backend: str, values: tuple[Any, ...], ahead: bool) -> Choice:
-    choice = choose(Request(op, target, _short(values), backend))
+    named = tuple(short_name(v) if type(v).__name__ == "dtype" else v for v in values)
+    choice = choose(Request(op, target, named, backend))
     if ahead:
         begin(choice.spec)
     return choice

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
 
 from fi_core.runtime.dispatch import Request, choose
 from fi_core.runtime.errors import UnsupportedError
 from fi_core.runtime.launch.kernel import begin
 from fi_core.runtime.spec.op import Op, Spec
-
-if TYPE_CHECKING:
-    import torch
 
 # By powers of two every way to compute a layer is met: each serves a range of tokens whose ends differ by a factor of
 # two or more.
@@ -39,15 +35,3 @@ def begin_reached(request: Request, known: Mapping[str, Op]) -> None:
     if request.target.kind == "cuda" and (request.op.varies or request.op.beside):
         for spec in reached(request, known):
             begin(spec)
-
-
-def on_host(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], begin: int) -> torch.Tensor:
-    """A tensor of a form for a request, which reads no element: host memory that is never touched takes no place.
-
-    begin: bytes from an aligned address to the first element.
-    """
-    import torch
-
-    first = begin // dtype.itemsize
-    last = first + sum(step * max(0, n - 1) for step, n in zip(strides, shape))
-    return torch.empty(last + 1, dtype=dtype, device="cpu").as_strided(shape, strides, first)

@@ -152,19 +152,18 @@ def is_special(value: Any) -> bool:
     )
 
 
-def check(op: Op, arguments: tuple[Any, ...], *, wrapped: bool) -> None:
-    """Raises TypeError naming the first argument that no kernel can read. wrapped: special tensors pass."""
-    pairs = sorted(zip(op.parsed, arguments), key=lambda pair: pair[0].written)  # outputs are made after inputs
+def check(op: Op, arguments: Sequence[Any], *, wrapped: bool, taken: Sequence[Argument] = ()) -> None:
+    """Raises TypeError naming the first argument that no kernel can read. wrapped: special tensors pass; taken: the
+    arguments in their order, if that is not the declared one.
+    """
+    pairs = sorted(
+        zip(taken or op.parsed, arguments), key=lambda pair: pair[0].written
+    )  # outputs are made after inputs
     for argument, value in pairs:
-        if argument.is_tensor and not (value is None and argument.kind == "Tensor?"):
-            if wrapped and is_special(value):
-                continue
-            _refuse_unreadable(op, argument, value)
-
-
-def _refuse_unreadable(op: Op, argument: Argument, value: Any) -> None:
-    if problem := unreadable(value):
-        raise TypeError(f"{op.name}: {argument.name} must be a dense tensor with data; {problem}")
+        if not argument.is_tensor or (value is None and argument.kind == "Tensor?") or (wrapped and is_special(value)):
+            continue
+        if problem := unreadable(value):
+            raise TypeError(f"{op.name}: {argument.name} must be a dense tensor with data; {problem}")
 
 
 def unreadable(value: Any) -> str:
@@ -194,9 +193,7 @@ def refusing_unreadable(op: Op, taken: Sequence[Argument], call: Callable[..., A
     """The call behind a check of each tensor. Without it, C++ sees no negated view and not every fake tensor."""
 
     def checked(*values: Any) -> Any:
-        for argument, value in zip(taken, values):
-            if argument.is_tensor and value is not None:
-                _refuse_unreadable(op, argument, value)
+        check(op, values, wrapped=False, taken=taken)
         return call(*values)
 
     return checked

@@ -261,12 +261,9 @@ def aside(artifact: Artifact) -> Iterator[Found]:
         yield Found(path, "jit", hashlib.sha256(files.content(path)).hexdigest())
 
 
-def find(artifact: Artifact, known: Iterable[Found] | None = None) -> Iterator[Found]:
-    """Every place that has the artifact, in order of preference; the last one compiles it if necessary.
-
-    known: the result of `prebuilt`, if the caller has it.
-    """
-    yield from prebuilt(artifact) if known is None else known
+def find(artifact: Artifact) -> Iterator[Found]:
+    """Every place that has the artifact, in order of preference; the last one compiles it if necessary."""
+    yield from prebuilt(artifact)
     yield built(artifact)
 
 

@@ -42,28 +42,35 @@ struct OptionalTensor : Tensor {
   using Tensor::Tensor;
 };
 
-template <>
-struct Argument<Tensor> {
-  static Tensor from(const TVMFFIAny& any, const char* name) {
+// kWritten: no two elements share an address, since the op writes them.
+template <class T, bool kWritten>
+struct TensorArgument {
+  static T from(const TVMFFIAny& any, const char* name) {
+    constexpr bool kOptional = std::is_same_v<T, OptionalTensor>;
+    if (kOptional && any.type_index == kTVMFFINone) return {nullptr, name};
     const DLTensor* t = as_dltensor(any);
-    FI_CHECK(t, TypeError, "%s must be a tensor", name);
-    return as_tensor(t, name);
-  }
-};
-template <>
-struct Argument<OptionalTensor> {
-  static OptionalTensor from(const TVMFFIAny& any, const char* name) {
-    if (any.type_index == kTVMFFINone) return {nullptr, name};
-    const DLTensor* t = as_dltensor(any);
-    FI_CHECK(t, TypeError, "%s must be a tensor or None", name);
-    as_tensor(t, name);
+    FI_CHECK(t, TypeError, "%s must be a tensor%s", name, kOptional ? " or None" : "");
+    const Tensor tensor = as_tensor(t, name);
+    if (kWritten) tensor.writable();
     return {t, name};
   }
 };
+struct Written {};
+struct OptionalWritten {};
+template <>
+struct Argument<Tensor> : TensorArgument<Tensor, false> {};
+template <>
+struct Argument<OptionalTensor> : TensorArgument<OptionalTensor, false> {};
+template <>
+struct Argument<Written> : TensorArgument<Tensor, true> {};
+template <>
+struct Argument<OptionalWritten> : TensorArgument<OptionalTensor, true> {};
+
+inline bool is_integer(const TVMFFIAny& any) { return any.type_index == kTVMFFIInt || any.type_index == kTVMFFIBool; }
 template <>
 struct Argument<bool> {
   static bool from(const TVMFFIAny& any, const char* name) {
-    FI_CHECK(any.type_index == kTVMFFIBool || any.type_index == kTVMFFIInt, TypeError, "%s must be a bool", name);
+    FI_CHECK(is_integer(any), TypeError, "%s must be a bool", name);
     return any.v_int64 != 0;
   }
 };
@@ -71,7 +78,7 @@ template <>
 struct Argument<double> {
   static double from(const TVMFFIAny& any, const char* name) {
     if (any.type_index == kTVMFFIFloat) return any.v_float64;
-    FI_CHECK(any.type_index == kTVMFFIInt || any.type_index == kTVMFFIBool, TypeError, "%s must be a number", name);
+    FI_CHECK(is_integer(any), TypeError, "%s must be a number", name);
     return static_cast<double>(any.v_int64);
   }
 };
@@ -85,28 +92,20 @@ struct Argument<Number> {
     return x;
   }
 };
-// A tensor that the op writes: no two of its elements share an address.
-struct Written {};
-template <>
-struct Argument<Written> {
-  static Tensor from(const TVMFFIAny& any, const char* name) { return Argument<Tensor>::from(any, name).writable(); }
-};
-struct OptionalWritten {};
-template <>
-struct Argument<OptionalWritten> {
-  static OptionalTensor from(const TVMFFIAny& any, const char* name) {
-    const OptionalTensor t = Argument<OptionalTensor>::from(any, name);
-    if (t) t.writable();
-    return t;
-  }
-};
 // An integer or bool; None becomes -1, the default.
 template <>
 struct Argument<int64_t> {
   static int64_t from(const TVMFFIAny& any, const char* name) {
     if (any.type_index == kTVMFFINone) return -1;
-    FI_CHECK(any.type_index == kTVMFFIInt || any.type_index == kTVMFFIBool, TypeError, "%s must be an integer", name);
+    FI_CHECK(is_integer(any), TypeError, "%s must be an integer", name);
     return any.v_int64;
+  }
+};
+template <>
+struct Argument<const Kernel*> {
+  static const Kernel* from(const TVMFFIAny& any, const char* name) {
+    FI_CHECK(any.type_index == kTVMFFIOpaquePtr, TypeError, "%s must be what bind returned", name);
+    return static_cast<const Kernel*>(any.v_ptr);
   }
 };
 template <>
@@ -149,19 +148,16 @@ int guarded(const char* label, F&& body) noexcept {
 class Extras {
  public:
   Extras(const TVMFFIAny* args, int32_t count) : count_(static_cast<size_t>(count)) {
-    FI_CHECK(count <= static_cast<int32_t>(words_.size()), TypeError, "takes at most %zu additional arguments; got %d",
-             words_.size(), count);
-    for (int32_t i = 0; i < count; ++i) {
-      if (args[i].type_index == kTVMFFINone) {
-        words_[static_cast<size_t>(i)] = 0;
-      } else if (const DLTensor* t = as_dltensor(args[i])) {
-        words_[static_cast<size_t>(i)] = reinterpret_cast<uint64_t>(as_tensor(t, "an additional argument").data());
-      } else {
-        FI_CHECK(
-            args[i].type_index == kTVMFFIFloat || args[i].type_index == kTVMFFIInt || args[i].type_index == kTVMFFIBool,
-            TypeError, "additional argument %d must be a tensor, a number or None", i);
-        words_[static_cast<size_t>(i)] = args[i].v_uint64;
+    FI_CHECK(count_ <= words_.size(), TypeError, "takes at most %zu additional arguments; got %zu", words_.size(),
+             count_);
+    for (size_t i = 0; i < count_; ++i) {
+      if (const DLTensor* t = as_dltensor(args[i])) {
+        words_[i] = reinterpret_cast<uint64_t>(as_tensor(t, "an additional argument").data());
+        continue;
       }
+      FI_CHECK(args[i].type_index <= kTVMFFIFloat, TypeError,
+               "additional argument %zu must be a tensor, a number or None", i);
+      words_[i] = args[i].type_index == kTVMFFINone ? 0 : args[i].v_uint64;
     }
   }
   size_t bytes() const { return count_ * sizeof(uint64_t); }
@@ -185,57 +181,41 @@ struct Values {
   Values from(int32_t begin) const { return {any + begin, count - begin}; }
 };
 
+// What bind gets: name and checks; with device code, image, capability, device, multiprocessors and shared_limit (of a
+// rehearsal, which has no image); then for each kernel entry its name, threads, shared bytes, n, and n integers of
+// config.
+inline void load(Kernel& kernel, const Values& v) {
+  kernel.spec = v.get<std::string>(0, "name");
+  kernel.checks = v.get<bool>(1, "checks");
 #if FI_CUDA
-// Kernel entries as bind and rehearse get them: for each its name, threads, shared bytes, n, and n integers of config.
-inline void read_entries(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
-  int32_t i = 0, total = 0;
-  for (int32_t j = 0; j < count; ++total) j += 4 + static_cast<int32_t>(Argument<int64_t>::from(args[j + 3], "config"));
-  kernel.entries = std::vector<Entry>(static_cast<size_t>(total));
+  const auto integer = [&](int32_t i) { return v.get<int64_t>(i, "bind's integer"); };
+  kernel.capability = integer(3), kernel.device = integer(4);
+  kernel.rehearsal = {integer(5), integer(6)};
+  size_t total = 0;
+  for (int32_t i = 7; i < v.count; i += 4 + static_cast<int32_t>(integer(i + 3))) ++total;
+  kernel.entries = std::vector<Entry>(total);
+  int32_t i = 7;
   for (Entry& entry : kernel.entries) {
-    entry.name = Argument<std::string>::from(args[i], "entry");
-    entry.threads = Argument<int64_t>::from(args[i + 1], "threads");
-    entry.shared_bytes = Argument<int64_t>::from(args[i + 2], "shared_bytes");
-    auto n = Argument<int64_t>::from(args[i + 3], "config");
-    for (int64_t c = 0; c < n; ++c) entry.config.push_back(Argument<int64_t>::from(args[i + 4 + c], "config"));
-    i += 4 + static_cast<int32_t>(n);
+    entry.name = v.get<std::string>(i, "entry");
+    entry.threads = integer(i + 1), entry.shared_bytes = integer(i + 2);
+    entry.config.resize(static_cast<size_t>(integer(i + 3)));
+    i += 4;
+    for (int64_t& value : entry.config) value = integer(i++);
   }
-}
-
-// Arguments of bind after the spec: checks, image, capability, device, entries.
-inline void load(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
-  FI_CHECK(count >= 4, TypeError, "bind needs checks, image, capability and device");
-  kernel.checks = Argument<bool>::from(args[0], "checks");
-  TVMFFIByteArray image = as_bytes(args[1], "image");
-  kernel.capability = Argument<int64_t>::from(args[2], "capability");
-  kernel.device = Argument<int64_t>::from(args[3], "device");
+  if (v.any[2].type_index == kTVMFFINone) return;
+  const TVMFFIByteArray image = as_bytes(v.any[2], "image");
   cu::DeviceGuard guard(static_cast<int>(kernel.device));
   const cu::Driver& driver = cu::Driver::get();
   driver.check(driver.LibraryLoadData(&kernel.library, image.data, nullptr, nullptr, 0, nullptr, nullptr, 0),
                "cuLibraryLoadData");
-  read_entries(kernel, args + 4, count - 4);
   for (Entry& entry : kernel.entries) {
     driver.check(driver.LibraryGetKernel(&entry.kernel, kernel.library, entry.name.c_str()), entry.name.c_str());
     cu::Function
         function;  // forces the load now: an image for another architecture is refused here, not at the first launch
     driver.check(driver.KernelGetFunction(&function, entry.kernel), "cuKernelGetFunction");
   }
-}
-
-// Arguments of rehearse after the spec: capability, multiprocessors, shared_limit, entries.
-inline void load_rehearsal(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
-  FI_CHECK(count >= 3, TypeError, "rehearse needs capability, multiprocessors and shared_limit");
-  kernel.capability = Argument<int64_t>::from(args[0], "capability");
-  kernel.rehearsal.multiprocessors = Argument<int64_t>::from(args[1], "multiprocessors");
-  kernel.rehearsal.shared_limit = Argument<int64_t>::from(args[2], "shared_limit");
-  read_entries(kernel, args + 3, count - 3);
-}
-#else
-// Arguments of bind after the spec: checks.
-inline void load(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
-  FI_CHECK(count == 1, TypeError, "bind needs checks");
-  kernel.checks = Argument<bool>::from(args[0], "checks");
-}
 #endif
+}
 
 // An object until a function of tvm-ffi owns it. <memory> would take 0.15 s of the 1.1 s that a launcher compiles.
 template <class T>

@@ -7,35 +7,32 @@
 namespace fi {
 
 template <class... A, size_t... I>
-void apply(void (*entry)(const Kernel&, A...), const Kernel& kernel, const TVMFFIAny* args, const char* const* names,
-           std::index_sequence<I...>) {
-  entry(kernel, Argument<A>::from(args[I], names[I])...);
-}
-
-template <class... A>
 void call(void (*entry)(const Kernel&, A...), const Kernel& kernel, const Values& v, const char* const* names,
-          size_t name_count) {
-  static_assert(sizeof...(A) > 0);
+          size_t name_count, std::index_sequence<I...>) {
   FI_CHECK(v.count == static_cast<int32_t>(sizeof...(A)) && name_count == sizeof...(A), TypeError,
            "expects %zu arguments (%zu named), got %d", sizeof...(A), name_count, v.count);
-  apply(entry, kernel, v.any, names, std::index_sequence_for<A...>{});
+  entry(kernel, v.get<A>(I, names[I])...);
+}
+template <class... A>
+auto indices(void (*)(const Kernel&, A...)) {
+  return std::index_sequence_for<A...>{};
 }
 
 template <TVMFFISafeCallType kCall>
 void bind_function(const Values& v, TVMFFIAny* result) {
   Owned<Kernel> kernel(new Kernel());
-  kernel->spec = v.get<std::string>(0, "name");
-  load(*kernel, v.any + 1, v.count - 1);
+  load(*kernel, v);
   kernel.to_function(kCall, result);
 }
 
 }  // namespace fi
 
-#define FI_FUNCTION(entry, ...)                                                                       \
-  static int fi_call(void* self, const TVMFFIAny* any, int32_t count, TVMFFIAny*) {                   \
-    static const char* const names[] = {__VA_ARGS__};                                                 \
-    auto& kernel = *static_cast<const ::fi::Kernel*>(self);                                           \
-    return ::fi::guarded(kernel.spec.c_str(),                                                         \
-                         [&] { ::fi::call(&entry, kernel, {any, count}, names, std::size(names)); }); \
-  }                                                                                                   \
+#define FI_FUNCTION(entry, ...)                                                                 \
+  static int fi_call(void* self, const TVMFFIAny* any, int32_t count, TVMFFIAny*) {             \
+    static const char* const names[] = {__VA_ARGS__};                                           \
+    auto& kernel = *static_cast<const ::fi::Kernel*>(self);                                     \
+    return ::fi::guarded(kernel.spec.c_str(), [&] {                                             \
+      ::fi::call(&entry, kernel, {any, count}, names, std::size(names), ::fi::indices(&entry)); \
+    });                                                                                         \
+  }                                                                                             \
   FI_EXPORT(bind, "bind", ::fi::bind_function<fi_call>)

@@ -8,11 +8,9 @@
 // op whose requests have no fields has none.
 //
 // A module exports call(values...) -> the number of the choice that ran, or the words of a request that no kernel is
-// known for; request(values...) -> these words; bind(spec, checks[, image, capability, device, entries...]) and, with
-// device code, rehearse(spec, capability, multiprocessors, shared_limit, entries...) -> the number of a kernel;
-// learn(choice, kernel, words...), what it serves; run(kernel, values..., extras...), past all choices; plan(choice,
-// planned values...) -> a call of the rest, which learns and is called as the module; forget(); and last_launches() ->
-// text.
+// known for; request(values...) -> these words; bind(name, checks[, ...]) -> a kernel; learn(choice, kernel, words...),
+// what it serves; run(kernel, values..., extras...), past all choices; plan(choice, planned values...) -> a call of the
+// rest, which learns and is called as the module; forget(); and, with device code, last_launches() -> text.
 #pragma once
 #include "fi/host/arguments.h"
 #include "fi/host/table.h"
@@ -49,32 +47,6 @@ inline void set_number(TVMFFIAny* result, int64_t number) {
   FI_CHECK(TVMFFIStringFromByteArray(&bytes, result) == 0, RuntimeError, "TVMFFIStringFromByteArray failed");
 }
 
-// The kernels that a module has bound, by number. They live as long as the process: a table may lead to them.
-class Kernels {
- public:
-  int64_t add(Kernel* kernel) {
-    auto* node = new Node{kernel, count_.fetch_add(1), head_.load(std::memory_order_relaxed)};
-    while (!head_.compare_exchange_weak(node->next, node, std::memory_order_release)) {
-    }
-    return node->number;
-  }
-  const Kernel& operator[](int64_t number) const {
-    const Node* node = head_.load(std::memory_order_acquire);
-    while (node && node->number != number) node = node->next;
-    FI_CHECK(node, ValueError, "kernel must be a number that bind returned; got %lld", static_cast<long long>(number));
-    return *node->kernel;
-  }
-
- private:
-  struct Node {
-    const Kernel* kernel;
-    int64_t number;
-    const Node* next;
-  };
-  std::atomic<const Node*> head_{nullptr};
-  std::atomic<int64_t> count_{0};
-};
-
 // A tensor of a plan: its caller keeps the memory, the plan its shape. It stays in its place.
 struct KeptTensor {
   DLTensor tensor{};
@@ -105,7 +77,6 @@ class Module {
   using Known = Table<Words, 64>;
   static inline Known& known = *new Known;          // calls may outlive the end of the program
   static inline std::atomic<int64_t> forgotten{0};  // how often
-  static inline Kernels kernels;
 
   static Args arguments(const Values& v) {
     if constexpr (std::is_same_v<Plan, NoPlan>)
@@ -144,12 +115,7 @@ class Module {
     Words words;
     expect(v, 2 + static_cast<int32_t>(words.size()));
     for (size_t i = 0; i < words.size(); ++i) words[i] = v.get<int64_t>(2 + static_cast<int32_t>(i), "word");
-    table.add(words, &kernels[v.get<int64_t>(1, "kernel")], v.get<int64_t>(0, "choice"));
-  }
-  static Kernel* named(const Values& v) {
-    auto* kernel = new Kernel();
-    kernel->spec = v.get<std::string>(0, "spec");
-    return kernel;
+    table.add(words, v.get<const Kernel*>(1, "kernel"), v.get<int64_t>(0, "choice"));
   }
 
  public:
@@ -166,7 +132,7 @@ class Module {
   }
   static void run(const Values& v, TVMFFIAny*) {
     expect(v, 1 + kCount, kTakesExtras);
-    const Kernel& kernel = kernels[v.get<int64_t>(0, "kernel")];
+    const Kernel& kernel = *v.get<const Kernel*>(0, "kernel");
     const Args a = arguments({v.any + 1, kCount});
     FI_CHECK(kernel.serves(a.first().device()), ValueError,
              "the kernel was planned for another device than that of %s, %s", a.first().name(),
@@ -174,18 +140,14 @@ class Module {
     enter(kernel, a, v.from(1 + kCount));
   }
   static void bind(const Values& v, TVMFFIAny* result) {
-    Owned<Kernel> kernel(named(v));
-    load(*kernel, v.any + 1, v.count - 1);
-    set_number(result, kernels.add(kernel.release()));
+    Owned<Kernel> kernel(new Kernel());  // lives as long as the process: tables may lead to it
+    load(*kernel, v);
+    result->type_index = kTVMFFIOpaquePtr, result->zero_padding = 0;
+    result->v_ptr = kernel.release();
   }
   static void learn(const Values& v, TVMFFIAny*) { add(v, known); }
   static void forget(const Values&, TVMFFIAny*) { known.clear(), forgotten.fetch_add(1); }
 #if FI_CUDA
-  static void rehearse(const Values& v, TVMFFIAny* result) {
-    Owned<Kernel> kernel(named(v));
-    load_rehearsal(*kernel, v.any + 1, v.count - 1);
-    set_number(result, kernels.add(kernel.release()));
-  }
   static void last_launches(const Values&, TVMFFIAny* result) { set_text(result, LaunchLog::of_thread().text()); }
 #endif
 
@@ -237,11 +199,9 @@ Args args_of(void (*)(const Kernel&, const Args&, const Extras&));
 }  // namespace fi
 
 #if FI_CUDA
-#define FI_EXPORT_CUDA                                \
-  FI_EXPORT(rehearse, "rehearse", FiModule::rehearse) \
-  FI_EXPORT(last_launches, "last_launches", FiModule::last_launches)
+#define FI_EXPORT_LAUNCHES FI_EXPORT(last_launches, "last_launches", FiModule::last_launches)
 #else
-#define FI_EXPORT_CUDA
+#define FI_EXPORT_LAUNCHES
 #endif
 #define FI_OP(entry, ...)                                                                \
   using FiModule = ::fi::Module<decltype(::fi::args_of(&entry)), &entry, ##__VA_ARGS__>; \
@@ -252,4 +212,4 @@ Args args_of(void (*)(const Kernel&, const Args&, const Extras&));
   FI_EXPORT(learn, "learn", FiModule::learn)                                             \
   FI_EXPORT(forget, "forget", FiModule::forget)                                          \
   FI_EXPORT(plan, "plan", FiModule::plan)                                                \
-  FI_EXPORT_CUDA
+  FI_EXPORT_LAUNCHES

@@ -32,11 +32,13 @@ def _check(input: torch.Tensor, **others: torch.Tensor | None) -> None:
             raise ValueError(f"{name} must be {kind} of shape {list(shapes[0])}; got {x.dtype}, {list(x.shape)}")
 
 
-def _refuse(use_nvfp4: bool, use_mxfp8: bool, **tensors: torch.Tensor | None) -> None:
-    given = [name for name, x in tensors.items() if x is not None]
-    if use_nvfp4 or use_mxfp8 or given:
+def _refuse(use_nvfp4: bool, use_mxfp8: bool, *tensors: torch.Tensor | None) -> None:
+    """Raises for a quantized form. tensors: the two factors and sf_out."""
+    given = (use_nvfp4, use_mxfp8, *(x is not None for x in tensors))
+    names = ("use_nvfp4", "use_mxfp8", "global_scaling_factor", "input_global_scaling_factor", "sf_out")
+    if any(given):
         raise UnsupportedError(
-            f"{', '.join([*(['use_nvfp4'] if use_nvfp4 else []), *(['use_mxfp8'] if use_mxfp8 else []), *given])}: "
+            f"{', '.join(name for name, is_given in zip(names, given) if is_given)}: "
             "results have the dtype of input; call nvfp4_quantize or mxfp8_quantize on norm_out"
         )
 
@@ -121,13 +123,7 @@ def fused_dit_gate_residual_layernorm_gamma_beta(
     """
     import torch
 
-    _refuse(
-        use_nvfp4,
-        use_mxfp8,
-        global_scaling_factor=global_scaling_factor,
-        input_global_scaling_factor=input_global_scaling_factor,
-        sf_out=sf_out,
-    )
+    _refuse(use_nvfp4, use_mxfp8, global_scaling_factor, input_global_scaling_factor, sf_out)
     _check(input, residual=residual, gate=gate, gamma_row=gamma, beta_row=beta, gate_bias_row=gate_bias)
     total = _gated(input, residual, gate, gate_bias)
     normed = torch.nn.functional.layer_norm(total, total.shape[-1:], gamma.view(-1), beta.view(-1), epsilon)
@@ -179,13 +175,7 @@ def fused_dit_gate_residual_layernorm_scale_shift(
         ValueError: a shape or dtype is wrong.
         UnsupportedError: a quantized input or output.
     """
-    _refuse(
-        use_nvfp4,
-        use_mxfp8,
-        global_scaling_factor=global_scaling_factor,
-        input_global_scaling_factor=input_global_scaling_factor,
-        sf_out=sf_out,
-    )
+    _refuse(use_nvfp4, use_mxfp8, global_scaling_factor, input_global_scaling_factor, sf_out)
     biases = {"gate_bias_row": gate_bias, "scale_bias_row": scale_bias, "shift_bias_row": shift_bias}
     _check(input, residual=residual, gate=gate, scale=scale, shift=shift, **biases)
     total = _gated(input, residual, gate, gate_bias)
@@ -232,13 +222,7 @@ def fused_dit_residual_layernorm_scale_shift(
         ValueError: a shape or dtype is wrong.
         UnsupportedError: a quantized input or output.
     """
-    _refuse(
-        use_nvfp4,
-        use_mxfp8,
-        global_scaling_factor=global_scaling_factor,
-        input_global_scaling_factor=input_global_scaling_factor,
-        sf_out=sf_out,
-    )
+    _refuse(use_nvfp4, use_mxfp8, global_scaling_factor, input_global_scaling_factor, sf_out)
     _check(input, residual=residual, scale=scale, shift=shift, scale_bias_row=scale_bias, shift_bias_row=shift_bias)
     total = input.float() if residual is None else input.float() + residual.float()
     normed = _modulated(total, scale, shift, scale_bias, shift_bias, epsilon)

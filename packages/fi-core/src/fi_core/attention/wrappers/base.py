@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.contract import check_workspace, computed, encoding, per_head, scale_product
@@ -122,7 +123,8 @@ class BatchWrapper(PinnedMirror, PlannedWrapper):
     _paged_kv_last_page_len_buf, _block_tables = of_plan("last_page_len"), of_plan("block_tables")
     device: torch.device
     last_choice: Choice | None
-    forward: Any
+    _with_lse = ("run", "forward")
+    forward_return_lse: Callable[..., Any]
     _is_dense: bool  # whether the float workspace must be contiguous
     _backend: str
     _use_cuda_graph: bool
@@ -177,10 +179,6 @@ class BatchWrapper(PinnedMirror, PlannedWrapper):
             return kept.copy_(table, non_blocking=non_blocking)
         kept = self._copies[name] = table.to(self.device, non_blocking=non_blocking)
         return kept
-
-    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
-        """`forward`, with the log-sum-exp."""
-        return self.forward(*args, **options, return_lse=True)
 
     def end_forward(self) -> None:
         """Does nothing; older callers end a plan with it."""

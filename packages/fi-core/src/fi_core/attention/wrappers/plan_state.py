@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +10,32 @@ from fi_core.attention.contract import check_shape
 
 
 class ReturnsLse:
-    """The part of a wrapper that names its `run` with return_lse."""
+    """The part of a wrapper that names its `run` with return_lse: `run_return_lse`."""
 
-    run: Any
+    _with_lse: tuple[str, ...] = ("run",)  # the methods that have such a form
+    run_return_lse: Callable[..., Any]
 
-    def run_return_lse(self, *args: Any, **options: Any) -> Any:
-        """`run` with return_lse: (out, lse)."""
-        return self.run(*args, return_lse=True, **options)
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in cls._with_lse:
+            if name in vars(cls):
+                setattr(cls, f"{name}_return_lse", _returning_lse(vars(cls)[name], name))
+
+
+def _returning_lse(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        return getattr(self, name)(*args, return_lse=True, **options)
+
+    signature: Any = inspect.signature(method)
+    taken = list(signature.parameters.values())
+    at = next((i for i, p in enumerate(taken) if p.name == "return_lse"), len(taken))
+    behind = (p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in taken[at + 1 :])
+    parameters = [*taken[:at], *behind]
+    form: Any = call
+    form.__name__, form.__doc__ = f"{name}_return_lse", f"`{name}` with return_lse: (out, lse)."
+    form.__qualname__, form.__module__ = f"{method.__qualname__}_return_lse", method.__module__
+    form.__signature__ = signature.replace(parameters=parameters)
+    return call
 
 
 class PlanState:

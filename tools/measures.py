@@ -133,11 +133,31 @@ def private() -> list[str]:
     ]
 
 
+def skips() -> list[str]:
+    """statements in the packages that the formatter skips"""
+    numbered = (
+        (p, n, line)
+        for folder in PACKAGES.values()
+        for p in files_of(folder, ".py")
+        for n, line in enumerate(p.read_text().splitlines(), 1)
+    )
+    return [f"{relative(path)}:{n}" for path, n, line in numbered if line.endswith("# fmt: skip")]
+
+
+def attention() -> list[str]:
+    """lines of Python of the attention room"""
+    return [
+        f"{relative(p)}:{n}"
+        for p in files_of(CORE / "attention", ".py")
+        for n in range(len(p.read_text().splitlines()))
+    ]
+
+
 ROWS: dict[str, Callable[[], list[str]]] = {
     row.__name__: row
     for row in (
-        lines, execs, memory, reads, circles, arrows, spellings_decode, spellings_prefill, positional, functions,
-        long_functions, private,
+        lines, attention, execs, memory, reads, circles, arrows, spellings_decode, spellings_prefill, positional,
+        functions, long_functions, private, skips,
     )
 }  # fmt: skip
 

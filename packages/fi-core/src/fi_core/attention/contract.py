@@ -91,6 +91,18 @@ def scores(
     }
 
 
+def score_options(
+    pos_encoding_mode: str,
+    logits_soft_cap: float | None,
+    sm_scale: float | None,
+    rope_scale: float | None,
+    rope_theta: float | None,
+) -> dict[str, Any]:
+    """The options of the scores by name, as one wrapper's `plan` passes them on to another's."""
+    names = ("pos_encoding_mode", "logits_soft_cap", "sm_scale", "rope_scale", "rope_theta")
+    return dict(zip(names, (pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)))
+
+
 def check_workspace(buffer: torch.Tensor, name: str, contiguous: bool = True) -> None:
     """Raises ValueError unless the bytes of a workspace may be used for anything, and TypeError for no tensor."""
     if not hasattr(buffer, "layout"):

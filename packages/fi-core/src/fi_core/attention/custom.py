@@ -79,9 +79,12 @@ class CustomAttention:
             if scale is not None:
                 raise NotImplementedError(f"{name}: declare it as an argument of the variant, whose logits are its own")
         derived = derived_scalars(
-            q.shape[2] ** -0.5 if plan.sm_scale is None else plan.sm_scale, plan.soft_cap, plan.rope_scale,
-            plan.rope_theta, getattr(plan, "items_len", 0),
-        )  # fmt: skip
+            q.shape[2] ** -0.5 if plan.sm_scale is None else plan.sm_scale,
+            plan.soft_cap,
+            plan.rope_scale,
+            plan.rope_theta,
+            getattr(plan, "items_len", 0),
+        )
         return VariantCall(self.on(q.device, implementation), self.extras(q, given, known, derived))
 
     def extras(
@@ -142,10 +145,15 @@ def derived_scalars(
 ) -> dict[str, float]:
     """The scalars that a caller may leave out at the end."""
     return {
-        "logits_soft_cap": soft_cap, "sm_scale": sm_scale, "rope_rcp_scale": 1.0 / rope_scale,
-        "rope_rcp_theta": 1.0 / rope_theta, "scale_q_scalar": 1.0, "scale_k_scalar": 1.0, "scale_v_scalar": 1.0,
+        "logits_soft_cap": soft_cap,
+        "sm_scale": sm_scale,
+        "rope_rcp_scale": 1.0 / rope_scale,
+        "rope_rcp_theta": 1.0 / rope_theta,
+        "scale_q_scalar": 1.0,
+        "scale_k_scalar": 1.0,
+        "scale_v_scalar": 1.0,
         "token_pos_in_items_len": items,
-    }  # fmt: skip
+    }
 
 
 @dataclass(frozen=True)
@@ -218,10 +226,10 @@ def variant_module(
             )
     forms = forms[:1] if backend == "fa3" else forms
     found = _OPS[op]
-    wrong = [f"{name}: one of {', '.join(map(str, found.axes[name]))} is required; got {axes[name]}"
-             for name in ("q", "kv") if axes[name] not in found.axes[name]]  # fmt: skip
-    if wrong:
-        raise ValueError(f"dtype_{wrong[0]}")
+    for name in ("q", "kv"):
+        if axes[name] not in found.axes[name]:
+            names = ", ".join(map(str, found.axes[name]))
+            raise ValueError(f"dtype_{name}: one of {names} is required; got {axes[name]}")
     facts: dict[str, object] = {"q": q, "kv": kv, "head_dim_qk": head_dims[0], "head_dim_vo": head_dims[1]}
     if op == "single_attention":
         facts["qo_len"] = 1 if few else Q_TILE

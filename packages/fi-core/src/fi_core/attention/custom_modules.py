@@ -64,14 +64,11 @@ def gen_customize_single_decode_module(
         ValueError: names, types or head dims.
         NotImplementedError: a struct that is written for backend fa3.
     """
-    declared = (
-        additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes,
-        variant_name, variant_decl,
-    )  # fmt: skip
-    dtypes = (dtype_q, dtype_kv, dtype_o)
-    return variant_module(
-        "single_attention", uri, dtypes, (head_dim_qk, head_dim_vo), declared, pos_encoding_mode, few=True
-    )
+    tensors = (additional_tensor_names, additional_tensor_dtypes)
+    scalars = (additional_scalar_names, additional_scalar_dtypes)
+    declared = (*tensors, *scalars, variant_name, variant_decl)
+    dtypes, dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
+    return variant_module("single_attention", uri, dtypes, dims, declared, pos_encoding_mode, few=True)
 
 
 def gen_customize_single_prefill_module(
@@ -110,15 +107,11 @@ def gen_customize_single_prefill_module(
         NotImplementedError: another backend, fp8_enabled.
     """
     _check_backend(backend)
-    declared = (
-        additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes,
-        variant_name, variant_decl,
-    )  # fmt: skip
-    dtypes = (dtype_q, dtype_kv, dtype_o)
-    return variant_module(
-        "single_attention", uri, dtypes, (head_dim_qk, head_dim_vo), declared, pos_encoding_mode,
-        fp8_enabled=fp8_enabled,
-    )  # fmt: skip
+    tensors = (additional_tensor_names, additional_tensor_dtypes)
+    scalars = (additional_scalar_names, additional_scalar_dtypes)
+    declared = (*tensors, *scalars, variant_name, variant_decl)
+    dtypes, dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
+    return variant_module("single_attention", uri, dtypes, dims, declared, pos_encoding_mode, fp8_enabled=fp8_enabled)
 
 
 def gen_customize_batch_decode_module(
@@ -153,13 +146,11 @@ def gen_customize_batch_decode_module(
         ValueError: idtype.
     """
     _check_index(idtype)
-    declared = (
-        additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes,
-        variant_name, variant_decl,
-    )  # fmt: skip
-    return variant_module(
-        "batch_decode", uri, (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo), declared, pos_encoding_mode
-    )
+    tensors = (additional_tensor_names, additional_tensor_dtypes)
+    scalars = (additional_scalar_names, additional_scalar_dtypes)
+    declared = (*tensors, *scalars, variant_name, variant_decl)
+    dtypes, dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
+    return variant_module("batch_decode", uri, dtypes, dims, declared, pos_encoding_mode)
 
 
 def gen_customize_batch_prefill_module(
@@ -203,14 +194,12 @@ def gen_customize_batch_prefill_module(
     """
     _check_backend(backend, ("auto", "fa2", "fa3"))
     _check_index(idtype)
-    declared = (
-        additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes,
-        variant_name, variant_decl,
-    )  # fmt: skip
-    return variant_module(
-        "batch_prefill", uri, (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo), declared, pos_encoding_mode,
-        fp8_enabled=fp8_enabled, backend=backend,
-    )  # fmt: skip
+    tensors = (additional_tensor_names, additional_tensor_dtypes)
+    scalars = (additional_scalar_names, additional_scalar_dtypes)
+    declared = (*tensors, *scalars, variant_name, variant_decl)
+    dtypes, dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
+    module = functools.partial(variant_module, "batch_prefill", uri, dtypes, dims, declared, pos_encoding_mode)
+    return module(fp8_enabled=fp8_enabled, backend=backend)
 
 
 def gen_customize_batch_attention_module(
@@ -247,11 +236,10 @@ def gen_customize_batch_attention_module(
     """
     if use_profiler:
         raise NotImplementedError("use_profiler: not supported, profile with fi-bench or Nsight; pass False")
-    given = (
-        uri, dtype_q, dtype_kv, dtype_o, idtype, head_dim_qk, head_dim_vo, additional_tensor_names,
-        additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes, variant_name, variant_decl,
-        pos_encoding_mode,
-    )  # fmt: skip
+    types = (dtype_q, dtype_kv, dtype_o, idtype, head_dim_qk, head_dim_vo)
+    tensors = (additional_tensor_names, additional_tensor_dtypes)
+    scalars = (additional_scalar_names, additional_scalar_dtypes)
+    given = (uri, *types, *tensors, *scalars, variant_name, variant_decl, pos_encoding_mode)
     prefill, decode = gen_customize_batch_prefill_module("auto", *given), gen_customize_batch_decode_module(*given)
     return VariantModules.of(prefill, decode, f"batch_attention_{uri}")
 
@@ -294,10 +282,9 @@ def gen_customize_pod_module(
     Returns:
         VariantModules.
     """
-    given = (
-        dtype_q, dtype_kv, dtype_o, dtype_idx, head_dim, head_dim, additional_tensor_names, additional_tensor_dtypes,
-        additional_scalar_names, additional_scalar_dtypes,
-    )  # fmt: skip
+    tensors = (additional_tensor_names, additional_tensor_dtypes)
+    scalars = (additional_scalar_names, additional_scalar_dtypes)
+    given = (dtype_q, dtype_kv, dtype_o, dtype_idx, head_dim, head_dim, *tensors, *scalars)
     prefill = gen_customize_batch_prefill_module(
         "auto", f"{uri}_p", *given, variant_name_p, variant_decl, pos_encoding_mode_p
     )

@@ -305,16 +305,13 @@ def allreduce_fusion(
     if pattern != AllReduceFusionPattern.kAllReduce:
         _required(pattern, residual_in=residual_in, rms_gamma=rms_gamma)
     if pattern in _REDUCTION:
-        input = _reduced_experts(
-            pattern, residual_in, moe_reduction_active_experts_token_input, moe_reduction_scale_input,
-            moe_reduction_device_num_experts, moe_reduction_token_input,
-        )  # fmt: skip
+        active, scales = moe_reduction_active_experts_token_input, moe_reduction_scale_input
+        experts = (active, scales, moe_reduction_device_num_experts)
+        input = _reduced_experts(pattern, residual_in, *experts, moe_reduction_token_input)
     elif pattern in _FINALIZE:
         _required(pattern, expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx)
-        input = _sum_of_experts(
-            residual_in, input, "input", expert_scale_factor, "expert_scale_factor", expanded_idx_to_permuted_idx,
-            shared_expert_output,
-        )  # fmt: skip
+        weights, positions = (expert_scale_factor, "expert_scale_factor"), expanded_idx_to_permuted_idx
+        input = _sum_of_experts(residual_in, input, "input", *weights, positions, shared_expert_output)
     _check(input, workspace)
     input, shots = workspace.prepared(input, use_oneshot)
     common = {**workspace.shared, "shots": shots, "enable_pdl": launch_with_pdl}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fi_core.comm import fusion
 from fi_core.comm.mnnvl import TorchDistBackend
@@ -216,21 +216,17 @@ def trtllm_custom_all_reduce(
     if type(token_num) is not int or token_num < 1 or inp.numel() % token_num:
         raise ValueError(f"token_num: a divisor of {inp.numel()}, the elements of inp, is required; got {token_num!r}")
     width = inp.numel() // token_num
-    x, result, residual_in, intermediate = (
-        rows_of(name, tensor, token_num, width)
-        for name, tensor in (
-            ("inp", inp), ("out", out), ("residual", residual), ("intermediate_buffer", intermediate_buffer)
-        )
-    )  # fmt: skip
+    given = (("inp", inp), ("out", out), ("residual", residual), ("intermediate_buffer", intermediate_buffer))
+    x, result, residual_in, intermediate = (rows_of(name, tensor, token_num, width) for name, tensor in given)
     assert x is not None and result is not None
     if intermediate is not None:
         _check_writable(intermediate, "intermediate_buffer")
     use_oneshot, epsilon = _USE_ONESHOT[strategy_code], 1e-6 if eps is None else eps
     if fusion_op_code == AllReduceFusionOp.RESIDUAL_RMS_NORM:
-        fusion.allreduce_fusion(
-            x, workspace, fusion.AllReduceFusionPattern.kARResidualRMSNorm, launch_with_pdl, residual_out=intermediate,
-            norm_out=result, residual_in=residual_in, rms_gamma=weight, rms_eps=epsilon, use_oneshot=use_oneshot,
-        )  # fmt: skip
+        pattern = fusion.AllReduceFusionPattern.kARResidualRMSNorm
+        norm: Any = {"residual_in": residual_in, "rms_gamma": weight, "rms_eps": epsilon, "use_oneshot": use_oneshot}
+        results: Any = {"residual_out": intermediate, "norm_out": result}
+        fusion.allreduce_fusion(x, workspace, pattern, launch_with_pdl, **results, **norm)
         return
     if fusion_op_code != AllReduceFusionOp.NONE:
         norms = {"weight": weight, "weight_pre_residual_norm": weight_pre_residual_norm}

@@ -133,15 +133,30 @@ def cutlass_fused_moe(
         cluster_size=None if cluster_size == 1 else cluster_size,
     )
     activation = activation_of(
-        activation_type, swiglu_alpha, swiglu_beta, swiglu_limit, clamped_relu2_limit, situ_beta, situ_linear_beta,
+        activation_type,
+        swiglu_alpha,
+        swiglu_beta,
+        swiglu_limit,
+        clamped_relu2_limit,
+        situ_beta,
+        situ_linear_beta,
         fc1_expert_weights.shape[0],
-    )  # fmt: skip
+    )
     layer = layer_of(
-        p, input, fc1_expert_weights, fc2_expert_weights, quant_scales or (), output_dtype, input_sf, swizzled_input_sf,
-        fp8_block_scale=use_deepseek_fp8_block_scale, w4_group_scaling=use_w4_group_scaling,
-        mxfp8_activations=use_mxfp8_act_scaling, packed_weights=use_packed_weights,
+        p,
+        input,
+        fc1_expert_weights,
+        fc2_expert_weights,
+        quant_scales or (),
+        output_dtype,
+        input_sf,
+        swizzled_input_sf,
+        fp8_block_scale=use_deepseek_fp8_block_scale,
+        w4_group_scaling=use_w4_group_scaling,
+        mxfp8_activations=use_mxfp8_act_scaling,
+        packed_weights=use_packed_weights,
         e4m3_activations=use_wfp4afp8_humming,
-    )  # fmt: skip
+    )
     check_experts(layer, activation, token_selected_experts, token_final_scales, tp_size, tp_rank, ep_size, ep_rank)
     output = _output(p, output, layer.x.shape, output_dtype, input.device)
     if not layer.x.shape[0]:

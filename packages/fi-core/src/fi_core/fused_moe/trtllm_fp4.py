@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fi_core.fused_moe.activations import activation_of
 from fi_core.fused_moe.formats import dequantized
@@ -196,20 +196,18 @@ def trtllm_fp4_block_scale_moe(
         NotImplementedError: per_token_scale is given.
     """
     shared = shared_experts(num_fused_shared_experts, num_experts, local_num_experts)
-    routed = route(
-        p, routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
-        routing_method_type, norm_topk_prob, routing_replay_out, in_bf16=not do_finalize,
-        shared=shared,
-    )  # fmt: skip
-    return _run(
-        p, routed, hidden_states, hidden_states_scale, Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
-        Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias),
-        activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
-        (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar),
-        LayerCall(num_experts + shared, intermediate_size, local_expert_offset, local_num_experts + shared, do_finalize,
-                  output),
-        per_token_scale=per_token_scale, scale_layout=hidden_states_scale_layout,
-    )  # fmt: skip
+    groups = (num_experts, top_k, n_group, topk_group, routed_scaling_factor)
+    method = (routing_method_type, norm_topk_prob, routing_replay_out)
+    routed = route(p, routing_logits, routing_bias, *groups, *method, in_bf16=not do_finalize, shared=shared)
+    up = Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias)
+    down = Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias)
+    activation = activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
+    local = (intermediate_size, local_expert_offset, local_num_experts + shared)
+    call = LayerCall(num_experts + shared, *local, do_finalize, output)
+    scales = (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar)
+    more: Any = {"per_token_scale": per_token_scale, "scale_layout": hidden_states_scale_layout}
+    x, x_scale = hidden_states, hidden_states_scale
+    return _run(p, routed, x, x_scale, up, down, activation, scales, call, **more)
 
 
 @fi_api
@@ -272,13 +270,12 @@ def trtllm_fp4_block_scale_routed_moe(
     """
     refuse_of_routed(gemm1_lora_delta)
     shared = shared_experts(num_fused_shared_experts, num_experts, local_num_experts)
-    return _run(
-        p, unpacked(topk_ids), hidden_states, hidden_states_scale,
-        Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
-        Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias),
-        activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
-        (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar),
-        LayerCall(num_experts + shared, intermediate_size, local_expert_offset, local_num_experts + shared, do_finalize,
-                  output),
-        per_token_scale=per_token_scale, scale_layout=hidden_states_scale_layout,
-    )  # fmt: skip
+    up = Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias)
+    down = Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias)
+    activation = activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
+    local = (intermediate_size, local_expert_offset, local_num_experts + shared)
+    call = LayerCall(num_experts + shared, *local, do_finalize, output)
+    scales = (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar)
+    more: Any = {"per_token_scale": per_token_scale, "scale_layout": hidden_states_scale_layout}
+    x, x_scale = hidden_states, hidden_states_scale
+    return _run(p, unpacked(topk_ids), x, x_scale, up, down, activation, scales, call, **more)

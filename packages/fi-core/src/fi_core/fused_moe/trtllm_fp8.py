@@ -205,19 +205,16 @@ def trtllm_fp8_block_scale_moe(
         NotImplementedError: layout MajorMn.
     """
     shared = shared_experts(num_fused_shared_experts, num_experts, local_num_experts)
-    routed = route(
-        p, routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, routed_scaling_factor,
-        routing_method_type, norm_topk_prob, routing_replay_out, in_bf16=not do_finalize,
-        shared=shared,
-    )  # fmt: skip
-    return _run_blocks(
-        p, routed, hidden_states, hidden_states_scale, Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
-        Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias),
-        activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit), use_shuffled_weight, weight_layout,
-        fp8_quantization_type,
-        LayerCall(num_experts + shared, intermediate_size, local_expert_offset, local_num_experts + shared, do_finalize,
-                  output),
-    )  # fmt: skip
+    groups = (num_experts, top_k, n_group, topk_group, routed_scaling_factor)
+    method = (routing_method_type, norm_topk_prob, routing_replay_out)
+    routed = route(p, routing_logits, routing_bias, *groups, *method, in_bf16=not do_finalize, shared=shared)
+    up = Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias)
+    down = Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias)
+    activation = activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
+    local = (intermediate_size, local_expert_offset, local_num_experts + shared)
+    call = LayerCall(num_experts + shared, *local, do_finalize, output)
+    form = (use_shuffled_weight, weight_layout, fp8_quantization_type)
+    return _run_blocks(p, routed, hidden_states, hidden_states_scale, up, down, activation, *form, call)
 
 
 @fi_api
@@ -279,15 +276,13 @@ def trtllm_fp8_block_scale_routed_moe(
     """
     refuse_of_routed(gemm1_lora_delta)
     shared = shared_experts(num_fused_shared_experts, num_experts, local_num_experts)
-    return _run_blocks(
-        p, unpacked(topk_ids), hidden_states, hidden_states_scale,
-        Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias),
-        Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias),
-        activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit), use_shuffled_weight, weight_layout,
-        fp8_quantization_type,
-        LayerCall(num_experts + shared, intermediate_size, local_expert_offset, local_num_experts + shared, do_finalize,
-                  output),
-    )  # fmt: skip
+    up = Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias)
+    down = Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias)
+    activation = activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
+    local = (intermediate_size, local_expert_offset, local_num_experts + shared)
+    call = LayerCall(num_experts + shared, *local, do_finalize, output)
+    form = (use_shuffled_weight, weight_layout, fp8_quantization_type)
+    return _run_blocks(p, unpacked(topk_ids), hidden_states, hidden_states_scale, up, down, activation, *form, call)
 
 
 def _run_tensors(

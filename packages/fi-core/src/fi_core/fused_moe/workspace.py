@@ -83,9 +83,14 @@ def cutlass_fused_moe_workspace_size(
             raise TypeError(f"{name} must be a torch.dtype; got {dtype!r}")
     refuse("leave it out: kernels are chosen by the number of tokens", min_latency_mode=min_latency_mode)
     for name, value in (
-        ("max_num_tokens", max_num_tokens), ("hidden_size", hidden_size), ("intermediate_size", intermediate_size),
-        ("num_experts_total", num_experts_total), ("top_k", top_k), ("tp_size", tp_size), ("ep_size", ep_size),
-    ):  # fmt: skip
+        ("max_num_tokens", max_num_tokens),
+        ("hidden_size", hidden_size),
+        ("intermediate_size", intermediate_size),
+        ("num_experts_total", num_experts_total),
+        ("top_k", top_k),
+        ("tp_size", tp_size),
+        ("ep_size", ep_size),
+    ):
         least = 0 if name == "max_num_tokens" else 1
         if index(value) < least:
             raise ValueError(f"{name} must be at least {least}; got {value}")

@@ -85,9 +85,16 @@ def paged_keys(
 # Variables of a graph are numbered: those of the operands in this order, from 1, and behind all of them their offsets.
 _RESULTS = ("out", "stats")
 _OPERANDS = (
-    "q", "k", "v", "seq_len_q", "seq_len_kv", "paged_attention_k_table", "paged_attention_v_table", "sink_token",
+    "q",
+    "k",
+    "v",
+    "seq_len_q",
+    "seq_len_kv",
+    "paged_attention_k_table",
+    "paged_attention_v_table",
+    "sink_token",
     *_RESULTS,
-)  # fmt: skip
+)
 _UIDS = {name: (1 + i, 1 + i + len(_OPERANDS)) for i, name in enumerate(_OPERANDS)}
 
 
@@ -97,9 +104,12 @@ class _Graph:
     def __init__(self, operands: dict[str, Operand], options: dict[str, Any], handle: Any) -> None:
         cudnn = frontend()
         types = {
-            "float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16, "float32": cudnn.data_type.FLOAT,
-            "int32": cudnn.data_type.INT32, "int64": cudnn.data_type.INT64,
-        }  # fmt: skip
+            "float16": cudnn.data_type.HALF,
+            "bfloat16": cudnn.data_type.BFLOAT16,
+            "float32": cudnn.data_type.FLOAT,
+            "int32": cudnn.data_type.INT32,
+            "int64": cudnn.data_type.INT64,
+        }
         float32 = cudnn.data_type.FLOAT
         graph = cudnn.pygraph(intermediate_data_type=float32, compute_data_type=float32, handle=handle)
 
@@ -117,15 +127,20 @@ class _Graph:
         inputs = {
             name: with_offsets(
                 graph.tensor(dim=list(x.shape), stride=list(x.stride), data_type=type_of(x.data), uid=_UIDS[name][0]),
-                name, x.offsets,
+                name,
+                x.offsets,
             )
-            for name, x in operands.items() if name not in _RESULTS
-        }  # fmt: skip
+            for name, x in operands.items()
+            if name not in _RESULTS
+        }
         try:
             found = graph.sdpa(
-                name="attention", generate_stats="stats" in operands, use_padding_mask=True, **inputs,
+                name="attention",
+                generate_stats="stats" in operands,
+                use_padding_mask=True,
+                **inputs,
                 **_options(cudnn, options),
-            )  # fmt: skip
+            )
             for name, variable in zip(_RESULTS, found):
                 if name in operands:
                     x = operands[name]

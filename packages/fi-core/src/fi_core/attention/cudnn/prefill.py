@@ -37,9 +37,13 @@ def lengths(
 
 
 def _check(
-    q: torch.Tensor, batch_offsets_stats: torch.Tensor | None, backend: str | None, o_data_type: torch.dtype | None,
-    units: str, lse_base: str,
-) -> None:  # fmt: skip
+    q: torch.Tensor,
+    batch_offsets_stats: torch.Tensor | None,
+    backend: str | None,
+    o_data_type: torch.dtype | None,
+    units: str,
+    lse_base: str,
+) -> None:
     if batch_offsets_stats is not None:
         raise unsupported("batch_offsets_stats", batch_offsets_stats, "lse is padded to max_token_per_sequence rows")
     if backend not in (None, "cudnn"):

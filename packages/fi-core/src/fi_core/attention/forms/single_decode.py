@@ -102,11 +102,17 @@ def single_decode_with_kv_cache(
         if choice.implementation == "batch_decode":
             scale = q.shape[1] ** -0.5 if sm_scale is None else sm_scale
             return _as_batch(
-                q, k, v, layout, return_lse, pos_encoding=POS_ENCODINGS[pos_encoding_mode],
-                window_left=window_left, soft_cap=logits_soft_cap or 0.0,
+                q,
+                k,
+                v,
+                layout,
+                return_lse,
+                pos_encoding=POS_ENCODINGS[pos_encoding_mode],
+                window_left=window_left,
+                soft_cap=logits_soft_cap or 0.0,
                 sm_scale=scale if qk_factor is None else scale * qk_factor,
                 out_scale=1.0 if v_scale is None else v_scale,
-            )  # fmt: skip
+            )
     return attend(
         q, k, v, kv_layout=kv_layout, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
         logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, qk_factor=qk_factor, v_scale=v_scale, rope_scale=rope_scale,
@@ -170,9 +176,13 @@ def _as_batch(
     device, heads, dim = q.device, k.shape[1 - layout], q.shape[1]
     q_tiles = ops.num_q_tiles(q.shape[0], heads)
     choice = planned(
-        ops.BATCH_DECODE, device, "auto",
-        *Facts(q.dtype, k.dtype, q.dtype, dim, dim, q.shape[0] // heads, ops.KV_TILE), 1, ahead=False,
-    )  # fmt: skip
+        ops.BATCH_DECODE,
+        device,
+        "auto",
+        *Facts(q.dtype, k.dtype, q.dtype, dim, dim, q.shape[0] // heads, ops.KV_TILE),
+        1,
+        ahead=False,
+    )
     buffers = ops.allocate(device, _sizes(device, q_tiles, choice), dim)
     whole, first = constants(0x7FFFFFFF, 1, device), constants(0, 1, device)
     # The length is limited by the only page, which is all of k.

@@ -144,10 +144,9 @@ def single_prefill_with_kv_cache(
         options |= {"rope_scale": rope_scale or 1.0, "rope_theta": rope_theta or 1e4}
         return batch(backend=backend, pos_encoding=POS_ENCODINGS[pos_encoding_mode], **options)
     if _is_regular(q, k, v, kv_layout, causal):
-        choice = single_choice(
-            q, k, v, LAYOUTS[kv_layout], o_dtype or q.dtype, pos_encoding_mode, backend, decode=False,
-            mask="plain" if plain else "custom", soft_cap=soft_cap > 0.0, scaled=scaled,
-        )  # fmt: skip
+        form = (LAYOUTS[kv_layout], o_dtype or q.dtype, pos_encoding_mode, backend)
+        facts: dict[str, Any] = {"mask": "plain" if plain else "custom", "soft_cap": soft_cap > 0.0, "scaled": scaled}
+        choice = single_choice(q, k, v, *form, decode=False, **facts)
         if choice.implementation == "batch_prefill":
             return batch(backend="fa3", num_ctas=num_ctas)
     return attend(
@@ -164,9 +163,13 @@ def _of_shape(custom_mask: torch.Tensor, qo_len: int, kv_len: int) -> torch.Tens
 
 
 def _as_batch(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], kv_layout: str, out_dtype: torch.dtype | None,
-    return_lse: bool, scales: tuple[float | None, float | None, float | None], **options: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    kv_layout: str,
+    out_dtype: torch.dtype | None,
+    return_lse: bool,
+    scales: tuple[float | None, float | None, float | None],
+    **options: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Runs batch prefill on one request. scales: sm_scale, k_scale and v_scale; options: of `attend_once`."""
     (q, k, v), layout, (sm_scale, k_scale, v_scale) = tensors, LAYOUTS[kv_layout], scales
     out, lse = results(q, (*q.shape[:2], row_elements(v)), None, None, return_lse, out_dtype)
@@ -180,9 +183,13 @@ def _as_batch(
 
 
 def _options_of_nvfp4(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], kv_cache_sf: Any, kv_layout: str, causal: bool,
-    custom_mask: torch.Tensor | None, packed_custom_mask: torch.Tensor | None,
-) -> dict[str, Any]:  # fmt: skip
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    kv_cache_sf: Any,
+    kv_layout: str,
+    causal: bool,
+    custom_mask: torch.Tensor | None,
+    packed_custom_mask: torch.Tensor | None,
+) -> dict[str, Any]:
     """The scales of NVFP4 keys and the packed mask as options of `attend_once`. Raises ValueError."""
     import torch
 

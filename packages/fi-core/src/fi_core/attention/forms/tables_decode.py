@@ -82,9 +82,15 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
         mask = mask.view(torch.uint8)
         mask = mask if mask.ndim == 2 else mask.view(q.shape[0], -1)
     facts = Facts(
-        q.dtype, contract.kv_type(k.dtype), c.out.dtype, q.shape[2], row_elements(v), q.shape[1] // kv_heads, page_size,
+        q.dtype,
+        contract.kv_type(k.dtype),
+        c.out.dtype,
+        q.shape[2],
+        row_elements(v),
+        q.shape[1] // kv_heads,
+        page_size,
         split_tables=v_table_offset != 0,
-    )  # fmt: skip
+    )
     heads = q.shape[1], kv_heads
     step = step_of(
         facts, pages, pitch, seq_lens, heads, q_len, c.window_left, c.disable_split_kv, qo_indptr is not None

@@ -47,11 +47,10 @@ class Step(NamedTuple):
 
     def write(self, buffers: ops.Buffers, seq_lens: torch.Tensor) -> Callable[[], Any]:
         """The launch of the kernel that writes the schedule."""
-        return functools.partial(
-            ops.decode_plan, buffers.schedule, None, None, seq_lens, self.page_size, self.q_tiles, buffers.num_ctas,
-            buffers.num_ranges, buffers.split_kv, pages_per_request=self.pages_per_request, q_len=self.q_len,
-            window_left=self.window_left,
-        )  # fmt: skip
+        tables = (buffers.schedule, None, None, seq_lens)
+        counts = (buffers.num_ctas, buffers.num_ranges, buffers.split_kv)
+        more = {"pages_per_request": self.pages_per_request, "q_len": self.q_len, "window_left": self.window_left}
+        return functools.partial(ops.decode_plan, *tables, self.page_size, self.q_tiles, *counts, **more)
 
 
 def step_of(
@@ -73,10 +72,8 @@ def step_of(
     of_tile = 1 if is_ragged else ops.heads_per_tile(choice, batch_size, *heads, q_len, split_kv)
     traced = torch.compiler.is_compiling()  # which knows no addresses
     places = (0, 0) if traced else (pages.data_ptr(), seq_lens.data_ptr())
-    return Step(
-        choice, batch_size, *heads, facts.head_dim_vo, facts.page_size, pitch, q_len, window_left, split_kv, of_tile,
-        *places,
-    )  # fmt: skip
+    shape = (batch_size, *heads, facts.head_dim_vo, facts.page_size, pitch, q_len)
+    return Step(choice, *shape, window_left, split_kv, of_tile, *places)
 
 
 # Views of each live workspace, by its id. They are kept because making them takes as long as a launch.
@@ -170,14 +167,19 @@ class BlockTablesPlan:
             UnsupportedError: no kernel supports the layers.
         """
         self._now, self._began = None, True
-        layers = (
-            num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type, kv_data_type, o_data_type, q_len_per_req,
-            window_left, disable_split_kv,
-        )  # fmt: skip
+        types = (q_data_type, kv_data_type, o_data_type)
+        shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        layers = (*shape, *types, q_len_per_req, window_left, disable_split_kv)
         key = (
-            block_tables.data_ptr(), block_tables.shape, block_tables.stride(), seq_lens.data_ptr(), seq_lens.shape,
-            seq_lens.stride(), seq_lens.dtype, layers,
-        )  # fmt: skip
+            block_tables.data_ptr(),
+            block_tables.shape,
+            block_tables.stride(),
+            seq_lens.data_ptr(),
+            seq_lens.shape,
+            seq_lens.stride(),
+            seq_lens.dtype,
+            layers,
+        )
         made = self._steps.get(key)
         if made is None:
             if len(self._steps) == _MAX_STEPS:
@@ -212,9 +214,15 @@ class BlockTablesPlan:
         if num_kv_heads < 1 or num_qo_heads % num_kv_heads:
             raise ValueError(f"num_qo_heads: a multiple of {num_kv_heads} kv heads is required; got {num_qo_heads}")
         facts = Facts(
-            q_data_type, kv_type(kv_data_type or q_data_type), o_data_type or q_data_type, head_dim, head_dim,
-            num_qo_heads // num_kv_heads, page_size, split_tables=False,
-        )  # fmt: skip
+            q_data_type,
+            kv_type(kv_data_type or q_data_type),
+            o_data_type or q_data_type,
+            head_dim,
+            head_dim,
+            num_qo_heads // num_kv_heads,
+            page_size,
+            split_tables=False,
+        )
         heads = num_qo_heads, num_kv_heads
         step = step_of(facts, pages, pitch, lengths, heads, q_len, window_left, disable_split_kv)
         shape = step._replace(block_tables=0, seq_lens=0, pages_per_request=0)

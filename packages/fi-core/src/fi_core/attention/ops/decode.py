@@ -188,8 +188,10 @@ FP4_TILES = ((8, 4), (8, 2), (8, 1), (Q_TILE, 1))
 FEWEST_OUTPUTS = {4: 128, 2: 32, 1: 0}
 # Of NVFP4 keys, by head dim and most rows of a query tile: consumer warps, and their groups, which alternate.
 FP4_WARPS = {
-    (64, 8): (12, 3), (64, 16): (8, 2), (128, 8): (12, 3), (128, 16): (8, 2), (256, 8): (4, 1), (256, 16): (4, 1),
-}  # fmt: skip
+    **dict.fromkeys([(64, 8), (128, 8)], (12, 3)),
+    **dict.fromkeys([(64, 16), (128, 16)], (8, 2)),
+    **dict.fromkeys([(256, 8), (256, 16)], (4, 1)),
+}
 
 
 def _cluster_entry(types: str, dim: int, q_bytes: int, line: int, whole: bool, gather: bool = False) -> Entry:
@@ -454,13 +456,9 @@ def allocate(device: torch.device, sizes: Sizes, head_dim_vo: int) -> Buffers:
     """New buffers. Neither needs initial values: `plan` zeroes the counters."""
     import torch
 
-    return Buffers(
-        torch.empty(sizes.schedule_words, dtype=torch.int32, device=device),
-        torch.empty((sizes.max_partials, Q_TILE, head_dim_vo + 2), dtype=torch.float32, device=device),
-        sizes.num_ctas,
-        sizes.num_ranges,
-        sizes.split_kv,
-    )
+    schedule = torch.empty(sizes.schedule_words, dtype=torch.int32, device=device)
+    partials = torch.empty((sizes.max_partials, Q_TILE, head_dim_vo + 2), dtype=torch.float32, device=device)
+    return Buffers(schedule, partials, sizes.num_ctas, sizes.num_ranges, sizes.split_kv)
 
 
 def plan(

@@ -166,34 +166,41 @@ WGMMA = (
     Constraint("kv", "in", ("f16", "bf16", "e4m3", "e5m2")),
     Rule(("q", "kv"), "kv of q's dtype, or fp8 with a 16-bit q", lambda q, kv: q == kv or (_fp8(kv) and not _fp8(q))),
     Rule(
-        ("q", "kv", "out"), "output of q's dtype, or of 16 bits for fp8 keys, or of 8 for fp8 queries",
+        ("q", "kv", "out"),
+        "output of q's dtype, or of 16 bits for fp8 keys, or of 8 for fp8 queries",
         lambda q, kv, out: q == out or (_fp8(kv) and element_bytes(out) == 2) or (_fp8(q) and _fp8(out)),
     ),
     Constraint("head_dim_qk", "in", tuple(_WGMMA_TILES)),
     Rule(
-        ("q", "kv", "head_dim_qk"), "head_dim_qk up to 192 for a 16-bit q over fp8",
+        ("q", "kv", "head_dim_qk"),
+        "head_dim_qk up to 192 for a 16-bit q over fp8",
         lambda q, kv, dim: _fp8(q) or not _fp8(kv) or dim in _MIXED_TILES,
     ),
     Rule(
-        ("head_dim_qk", "head_dim_vo"), "head_dim_vo == head_dim_qk, or 128 for 192",
+        ("head_dim_qk", "head_dim_vo"),
+        "head_dim_vo == head_dim_qk, or 128 for 192",
         lambda qk, vo: vo == _WGMMA_HEAD_DIM_VO.get(qk, qk),
     ),
     Constraint("group_size", "<=", Q_TILE),
     Constraint("pos_encoding", "==", "NONE"),
     Constraint("mask", "==", "plain"),
     Rule(
-        ("kv", "scaled"), "no scales by head or on the device, or fp8 keys",
+        ("kv", "scaled"),
+        "no scales by head or on the device, or fp8 keys",
         lambda kv, scaled: _fp8(kv) or not scaled,
     ),
     ALIGNED,
-)  # fmt: skip
+)
 
 
 def _compiled(values: Values) -> Values:
     return {
-        "q": values["q"], "kv": values["kv"], "head_dim": values["head_dim_qk"], "soft_cap": values["soft_cap"],
+        "q": values["q"],
+        "kv": values["kv"],
+        "head_dim": values["head_dim_qk"],
+        "soft_cap": values["soft_cap"],
         "split_tables": values["split_tables"],
-    }  # fmt: skip
+    }
 
 
 def _general(values: Values) -> Values:
@@ -202,9 +209,12 @@ def _general(values: Values) -> Values:
     if max(qk, vo) > 128 and values["capability"] in _LARGE_SHARED and element_bytes(values["kv"]) == 2:
         head_dim = next((key for key, t in WIDE_TILES.items() if qk <= t.dim_qk and vo <= t.dim_vo), 0)
     return {
-        "q": values["q"], "kv": values["kv"], "head_dim": head_dim, "soft_cap": False,
+        "q": values["q"],
+        "kv": values["kv"],
+        "head_dim": head_dim,
+        "soft_cap": False,
         "split_tables": values["split_tables"],
-    }  # fmt: skip
+    }
 
 
 # out: `[qo_tokens, num_qo_heads, head_dim_vo]`, fp16, bf16, fp32, e4m3 or e5m2. lse: fp32 `[qo_tokens, num_qo_heads]`
@@ -398,6 +408,4 @@ def plan(
         ValueError: shape, size or device.
         TypeError: dtype.
     """
-    prefill_plan(
-        schedule, qo_indptr, kv_indptr, last_page_len, kv_len, batch_size, tile_tokens, **options
-    )  # fmt: skip
+    prefill_plan(schedule, qo_indptr, kv_indptr, last_page_len, kv_len, batch_size, tile_tokens, **options)

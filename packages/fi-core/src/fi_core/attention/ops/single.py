@@ -80,21 +80,25 @@ _OWN = "single"  # the backend name of this op's own kernels
 
 
 _NARROW = Rule(
-    ("q", "head_dim_qk", "head_dim_vo"), f"fp32, or head dims up to {_WIDE}",
+    ("q", "head_dim_qk", "head_dim_vo"),
+    f"fp32, or head dims up to {_WIDE}",
     lambda q, qk, vo: q == "f32" or max(qk, vo) <= _WIDE,
-)  # fmt: skip
+)
 _FEW_ROWS = Rule(
-    ("qo_len", "group_size"), f"one query token, or at most {_FEW} packed query rows",
+    ("qo_len", "group_size"),
+    f"one query token, or at most {_FEW} packed query rows",
     lambda qo_len, group: qo_len == 1 or qo_len * group <= _FEW,
-)  # fmt: skip
+)
 _SAME_TYPES = Rule(
-    ("q", "kv"), "kv of q's dtype, or fp8 with a 16-bit q",
+    ("q", "kv"),
+    "kv of q's dtype, or fp8 with a 16-bit q",
     lambda q, kv: q == kv or (element_bytes(kv) == 1 and element_bytes(q) == 2),
-)  # fmt: skip
+)
 _MUCH = Rule(
-    ("qo_len", "group_size"), f"{_LEAST_PREFILL_ROWS} packed query rows or more",
+    ("qo_len", "group_size"),
+    f"{_LEAST_PREFILL_ROWS} packed query rows or more",
     lambda qo_len, group: qo_len * group >= _LEAST_PREFILL_ROWS,
-)  # fmt: skip
+)
 
 
 def _axes(few: bool) -> Callable[[Values], Values]:

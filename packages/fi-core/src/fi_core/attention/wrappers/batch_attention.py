@@ -108,10 +108,8 @@ class BatchAttention(PlanState):
         qo_lens = [after - before for before, after in itertools.pairwise(rows)]
         first, last = _decode_range(qo_lens)
         begin, end = (last, len(qo_lens)) if first == 0 else (0, first)  # the requests of prefill
-        options: dict[str, Any] = {
-            "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "q_data_type": q_data_type,
-            "kv_data_type": kv_data_type,
-        }  # fmt: skip
+        options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
+        options |= {"q_data_type": q_data_type, "kv_data_type": kv_data_type}
 
         def tables(from_: int, to: int) -> tuple[Any, ...]:
             """qo_indptr, kv_indptr, kv_indices and lengths of some of the requests."""
@@ -124,19 +122,17 @@ class BatchAttention(PlanState):
             self._decode.plan(kv, indices, lens, *shape, head_dim_qk, page_size, seq_lens=lens, **options)
         if end > begin or last == first:
             qo, kv, indices, lens = tables(begin, end)
-            self._prefill.plan(
-                qo, kv, indices, lens, *shape, head_dim_qk, page_size, head_dim_vo, causal=causal, seq_lens=lens,
-                **options,
-            )  # fmt: skip
+            dims = (head_dim_qk, page_size, head_dim_vo)
+            self._prefill.plan(qo, kv, indices, lens, *shape, *dims, causal=causal, seq_lens=lens, **options)
         self._rows = rows[begin], rows[end], rows[first], rows[last], rows[-1]
         self._head_dim_vo, self._logits_soft_cap = head_dim_vo, logits_soft_cap or 0.0
         lengths = [(float(q), float(kv)) for q, kv in zip(qo_lens[begin:end], tokens[begin:end])]
         self._operations = operations(num_qo_heads, head_dim_qk + head_dim_vo, causal, lengths)
-        self._described = {
-            "qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr,
-            "sm_scale": head_dim_qk**-0.5 if sm_scale is None else sm_scale, "causal": causal,
-            "kv_layout": self._kv_layout, "covered": self._prefill._variant is None and not logits_soft_cap,
-        }  # fmt: skip
+        described = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
+        scale = head_dim_qk**-0.5 if sm_scale is None else sm_scale
+        covered = self._prefill._variant is None and not logits_soft_cap
+        options = {"sm_scale": scale, "causal": causal, "kv_layout": self._kv_layout, "covered": covered}
+        self._described = {**described, **options}
         self._end_plan([len(qo_lens), begin, end, first, last, rows[-1]])
 
     @fi_api(trace=mixed_trace.mixed, planned=mixed_trace.PLANNED_MIXED)

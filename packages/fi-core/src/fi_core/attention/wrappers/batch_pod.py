@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import last_value, row_elements, unpack
+from fi_core.attention.contract import last_value, row_elements, score_options, unpack
 from fi_core.attention.wrappers import mixed_trace
 from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
@@ -84,10 +84,8 @@ class BatchPODWithPagedKVCacheWrapper:
         self._prefill._forget_plan()
         self._decode._forget_plan()
         _check_tables(qo_indptr_p, kv_indptr_p, qo_indptr_d, kv_indptr_d)
-        options: dict[str, Any] = {
-            "pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "sm_scale": sm_scale,
-            "rope_scale": rope_scale, "rope_theta": rope_theta, "non_blocking": non_blocking,
-        }  # fmt: skip
+        options = score_options(pos_encoding_mode, None, sm_scale, rope_scale, rope_theta)
+        options |= {"window_left": window_left, "non_blocking": non_blocking}
         decode, prefill = self._decode, self._prefill
 
         def kv_lens(device: torch.device) -> torch.Tensor:
@@ -97,22 +95,18 @@ class BatchPODWithPagedKVCacheWrapper:
         self._indptrs, self._lengths = (qo_indptr_p, kv_indptr_p), kv_lens
         lengths = lengths_of(qo_indptr_p, kv_indptr_p, kv_indices_p.numel(), page_size)
         self._operations = functools.partial(operations, num_qo_heads, 2 * head_dim, lengths=lengths)
-        decode.plan(
-            kv_indptr_d, kv_indices_d, last_page_len_d, num_qo_heads, num_kv_heads, head_dim, page_size,
-            q_data_type=q_data_type, kv_data_type=kv_data_type, data_type=data_type, **options,
-        )  # fmt: skip
-        prefill.plan(
-            qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p, num_qo_heads, num_kv_heads, head_dim, page_size,
-            causal=True,  # as prompts are: tiles are sorted for it, and run may be given another mask
-            q_data_type=decode._cached_q_data_type, kv_data_type=decode._cached_kv_data_type, **options,
-        )  # fmt: skip
+        shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        of_decode = {"q_data_type": q_data_type, "kv_data_type": kv_data_type, "data_type": data_type, **options}
+        decode.plan(kv_indptr_d, kv_indices_d, last_page_len_d, *shape, **of_decode)
+        options |= {"q_data_type": decode._cached_q_data_type, "kv_data_type": decode._cached_kv_data_type}
+        # Causal, as prompts are: tiles are sorted for it, and run may be given another mask.
+        prefill.plan(qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p, *shape, causal=True, **options)
         plain = pos_encoding_mode == "NONE" and window_left < 0 and prefill._variant is None
-        self._described = {
-            "qo_indptr_p": qo_indptr_p, "kv_indptr_p": kv_indptr_p, "kv_indices_p": kv_indices_p,
-            "last_page_len_p": last_page_len_p, "kv_indptr_d": kv_indptr_d, "kv_indices_d": kv_indices_d,
-            "last_page_len_d": last_page_len_d, "sm_scale": head_dim**-0.5 if sm_scale is None else sm_scale,
-            "kv_layout": decode._kv_layout, "covered": plain,
-        }  # fmt: skip
+        scale = head_dim**-0.5 if sm_scale is None else sm_scale
+        of_prefill = {"qo_indptr_p": qo_indptr_p, "kv_indptr_p": kv_indptr_p, "kv_indices_p": kv_indices_p}
+        tables = {"kv_indptr_d": kv_indptr_d, "kv_indices_d": kv_indices_d, "last_page_len_d": last_page_len_d}
+        options = {"sm_scale": scale, "kv_layout": decode._kv_layout, "covered": plain}
+        self._described = {**of_prefill, "last_page_len_p": last_page_len_p, **tables, **options}
 
     begin_forward = plan
 
@@ -171,9 +165,12 @@ class BatchPODWithPagedKVCacheWrapper:
         out_d = q_d.new_empty(*q_d.shape[:-1], row_elements(v_d), dtype=decode._cached_o_data_type)
         lse_d = torch.empty(q_d.shape[:-1], dtype=torch.float32, device=q_d.device) if return_lse else None
         options: dict[str, Any] = {
-            "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "return_lse": return_lse,
+            "q_scale": q_scale,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "return_lse": return_lse,
             "enable_pdl": enable_pdl,
-        }  # fmt: skip
+        }
         found = side_by_side(
             ctas,
             decode.device,

@@ -52,10 +52,17 @@ def variant(types: tuple[torch.dtype, ...], dims: tuple[int, int]) -> tuple[Any,
 
     names = [str(x).removeprefix("torch.") for x in (*types, *dims)]
     return (
-        f"causal_or_in_range_{'_'.join(names)}", *types, torch.int32, *dims, ["ranges", "first_rows"],
-        ["int32_t", "int32_t"], ["causal_window", "range_window", "logits_soft_cap", "sm_scale"],
-        ["int64_t", "int64_t", "double", "double"], "CausalOrInRange", _VARIANT,
-    )  # fmt: skip
+        f"causal_or_in_range_{'_'.join(names)}",
+        *types,
+        torch.int32,
+        *dims,
+        ["ranges", "first_rows"],
+        ["int32_t", "int32_t"],
+        ["causal_window", "range_window", "logits_soft_cap", "sm_scale"],
+        ["int64_t", "int64_t", "double", "double"],
+        "CausalOrInRange",
+        _VARIANT,
+    )
 
 
 @fi_api
@@ -97,9 +104,15 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         types = data_types(q_data_type, kv_data_type, o_data_type, None)
         self._compiled = dict(zip(_COMPILED, (head_dim_qk, head_dim_vo, *types)))
         super().__init__(
-            float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf,
-            paged_kv_last_page_len_buf, jit_args=variant(types, (head_dim_qk, head_dim_vo)),
-        )  # fmt: skip
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            qo_indptr_buf,
+            paged_kv_indptr_buf,
+            paged_kv_indices_buf,
+            paged_kv_last_page_len_buf,
+            jit_args=variant(types, (head_dim_qk, head_dim_vo)),
+        )
         self._variant_owns_mask = True  # on Hopper's kernel too, which the argument of that name excludes
 
     @fi_api
@@ -150,27 +163,29 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         self._forget_plan()
         refuse(
             "the mask is bidirectional_ranges, causal_window_left and range_window_left of run",
-            custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, causal=causal, window_left=window_left + 1,
-            prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr,
-            token_pos_in_items_len=token_pos_in_items_len, max_item_len_ptr=max_item_len_ptr,
-        )  # fmt: skip
+            custom_mask=custom_mask,
+            packed_custom_mask=packed_custom_mask,
+            causal=causal,
+            window_left=window_left + 1,
+            prefix_len_ptr=prefix_len_ptr,
+            token_pos_in_items_ptr=token_pos_in_items_ptr,
+            token_pos_in_items_len=token_pos_in_items_len,
+            max_item_len_ptr=max_item_len_ptr,
+        )
         refuse("rotate queries and keys before", pos_encoding_mode=encoding(pos_encoding_mode))
         given: dict[str, Any] = dict(zip(_COMPILED, (head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type)))
         for name, value in given.items():
             if value is not None and self._compiled[name] != (dtype_of(value, name) if "type" in name else value):
                 raise ValueError(f"{name}: {self._compiled[name]} of the constructor is required; got {value}")
-        super().plan(
-            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
-            page_size=page_size, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, non_blocking=non_blocking,
-            max_token_per_sequence=max_token_per_sequence, max_sequence_kv=max_sequence_kv,
-            fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv, **self._compiled,
-        )  # fmt: skip
-
-        self._described = {
-            "qo_indptr": qo_indptr, "kv_indptr": paged_kv_indptr, "kv_indices": paged_kv_indices,
-            "kv_last_page_len": paged_kv_last_page_len, "kv_layout": self._kv_layout,
-            "sm_scale": head_dim_qk**-0.5 if sm_scale is None else sm_scale, "covered": not logits_soft_cap,
-        }  # fmt: skip
+        tables = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, **self._compiled}
+        options |= {"max_token_per_sequence": max_token_per_sequence, "max_sequence_kv": max_sequence_kv}
+        options |= {"fixed_split_size": fixed_split_size, "disable_split_kv": disable_split_kv}
+        super().plan(*tables, num_qo_heads, num_kv_heads, page_size=page_size, non_blocking=non_blocking, **options)
+        scale = head_dim_qk**-0.5 if sm_scale is None else sm_scale
+        described = dict(zip(("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len"), tables))
+        options = {"sm_scale": scale, "kv_layout": self._kv_layout, "covered": not logits_soft_cap}
+        self._described = {**described, **options}
 
     begin_forward = plan  # type: ignore[assignment]
 
@@ -222,12 +237,12 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         for name, window in (("causal_window_left", causal_window_left), ("range_window_left", range_window_left)):
             if not isinstance(window, int) or window >= _UNLIMITED:
                 raise ValueError(f"{name}: an integer below 2^40 is required; got {window!r}")
-        return super().run(
-            q, paged_kv_cache, ranges, self._qo_indptr_buf,
-            causal_window_left if causal_window_left >= 0 else _UNLIMITED,
-            range_window_left - 1 if range_window_left > 0 else _UNLIMITED, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,
-        )  # fmt: skip
+        causal_window = causal_window_left if causal_window_left >= 0 else _UNLIMITED
+        range_window = range_window_left - 1 if range_window_left > 0 else _UNLIMITED
+        args = (ranges, self._qo_indptr_buf, causal_window, range_window)
+        scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        options: dict[str, Any] = {"enable_pdl": enable_pdl, "kv_cache_sf": kv_cache_sf}
+        return super().run(q, paged_kv_cache, *args, out=out, lse=lse, return_lse=return_lse, **scales, **options)
 
     @fi_api
     def forward(  # type: ignore[override]
@@ -246,7 +261,5 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         return_lse: bool = False,
     ) -> Any:
         """`run` into new results."""
-        return self.run(
-            q, paged_kv_cache, bidirectional_ranges, causal_window_left, range_window_left, q_scale=q_scale,
-            k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,
-        )  # fmt: skip
+        ranges, scales = (bidirectional_ranges, causal_window_left, range_window_left), (q_scale, k_scale, v_scale)
+        return self.run(q, paged_kv_cache, *ranges, *scales, None, None, return_lse, enable_pdl, kv_cache_sf)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import POS_ENCODINGS, scores
+from fi_core.attention.contract import POS_ENCODINGS, score_options, scores
 from fi_core.attention.wrappers import pattern_trace
 from fi_core.attention.wrappers.base import AroundWrapper
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
@@ -161,20 +161,16 @@ class BlockSparseAttentionWrapper(PatternWrapper):
             mask = _by_row(mask, begins, len(columns), R, C)[: int((qo_indptr.diff() * begins.diff()).sum()) * C]
         self._shape = N, C
         self._scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        self._inner.plan(
-            int32_index(qo_indptr), int32_index(begins), int32_index(columns),
-            torch.full((len(begins) - 1,), C, dtype=torch.int32), num_qo_heads, num_kv_heads, head_dim, C,
-            custom_mask=mask, packed_custom_mask=packed_mask, causal=causal, pos_encoding_mode=pos_encoding_mode,
-            sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, rope_scale=rope_scale, rope_theta=rope_theta,
-            q_data_type=q_data_type, kv_data_type=kv_data_type, o_data_type=o_data_type, non_blocking=non_blocking,
-        )  # fmt: skip
-
-        self._described = {
-            "indptr": indptr, "indices": indices, "R": R, "C": C, "causal": causal, "o_data_type": o_data_type,
-            "sm_scale": head_dim**-0.5 if sm_scale is None else sm_scale,
-            "covered": all(x is None for x in (mask, packed_mask, q_scale, k_scale, v_scale, logits_soft_cap))
-            and pos_encoding_mode == "NONE",
-        }  # fmt: skip
+        tables = (*map(int32_index, (qo_indptr, begins, columns)), torch.full((len(begins) - 1,), C, dtype=torch.int32))
+        options = score_options(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        options |= {"q_data_type": q_data_type, "kv_data_type": kv_data_type, "o_data_type": o_data_type}
+        options |= {"custom_mask": mask, "packed_custom_mask": packed_mask, "causal": causal}
+        self._inner.plan(*tables, num_qo_heads, num_kv_heads, head_dim, C, non_blocking=non_blocking, **options)
+        pattern = {"indptr": indptr, "indices": indices, "R": R, "C": C, "causal": causal, "o_data_type": o_data_type}
+        scale = head_dim**-0.5 if sm_scale is None else sm_scale
+        others = (mask, packed_mask, q_scale, k_scale, v_scale, logits_soft_cap)
+        covered = all(x is None for x in others) and pos_encoding_mode == "NONE"
+        self._described = {**pattern, "sm_scale": scale, "covered": covered}
 
     begin_forward = plan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fi_core.attention.contract import score_options
 from fi_core.attention.merge import merge_state_in_place
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.joined_levels import joined
@@ -126,20 +127,20 @@ class MultiLevelCascadeAttentionWrapper:
         for wrapper in self._batch_prefill_wrappers:
             wrapper._forget_plan()
         self._check_levels(
-            qo_indptr_arr=qo_indptr_arr, paged_kv_indptr_arr=paged_kv_indptr_arr,
-            paged_kv_indices_arr=paged_kv_indices_arr, paged_kv_last_page_len=paged_kv_last_page_len,
-        )  # fmt: skip
+            qo_indptr_arr=qo_indptr_arr,
+            paged_kv_indptr_arr=paged_kv_indptr_arr,
+            paged_kv_indices_arr=paged_kv_indices_arr,
+            paged_kv_last_page_len=paged_kv_last_page_len,
+        )
         last = self._batch_prefill_wrappers[-1]
         tables = qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len
         self._joined = bool(pos_encoding_mode != "NONE" or window_left >= 0)
         planned = [joined(*tables, page_size)] if self._joined else list(zip(*tables))
+        shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        options = score_options(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        options |= {"window_left": window_left, "q_data_type": q_data_type, "kv_data_type": kv_data_type}
         for wrapper, level in zip(self._planned_levels, planned):
-            wrapper.plan(
-                *level, num_qo_heads, num_kv_heads, head_dim, page_size, causal=causal and wrapper is last,
-                pos_encoding_mode=pos_encoding_mode, use_fp16_qk_reduction=use_fp16_qk_reduction, sm_scale=sm_scale,
-                window_left=window_left, logits_soft_cap=logits_soft_cap, rope_scale=rope_scale, rope_theta=rope_theta,
-                q_data_type=q_data_type, kv_data_type=kv_data_type,
-            )  # fmt: skip
+            wrapper.plan(*level, *shape, causal=causal and wrapper is last, **options)
 
     begin_forward = plan
 

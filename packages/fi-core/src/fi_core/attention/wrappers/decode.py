@@ -28,9 +28,16 @@ if TYPE_CHECKING:
 
 # Tensors that a variant for prefill and decode may declare, and decode does not have.
 _NO_MASK: dict[str, Any] = dict.fromkeys(
-    ("maybe_custom_mask", "maybe_mask_indptr", "maybe_prefix_len_ptr", "maybe_token_pos_in_items_ptr",
-     "maybe_max_item_len_ptr", "maybe_k_cache_sf", "maybe_v_cache_sf")
-)  # fmt: skip
+    (
+        "maybe_custom_mask",
+        "maybe_mask_indptr",
+        "maybe_prefix_len_ptr",
+        "maybe_token_pos_in_items_ptr",
+        "maybe_max_item_len_ptr",
+        "maybe_k_cache_sf",
+        "maybe_v_cache_sf",
+    )
+)
 
 
 @fi_api
@@ -207,9 +214,13 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
                 blame(found, q=values[2], paged_kv_cache=values[3])
 
     def _otherwise(
-        self, plan: DecodePlan, values: tuple[Any, ...], tensors: tuple[Any, ...], args: tuple[Any, ...],
+        self,
+        plan: DecodePlan,
+        values: tuple[Any, ...],
+        tensors: tuple[Any, ...],
+        args: tuple[Any, ...],
         scales: tuple[Any, Any, Any],
-    ) -> Choice | None:  # fmt: skip
+    ) -> Choice | None:
         """Runs cuDNN's kernels, or a user's variant, with the arguments of a planned call.
 
         args: the variant's tensors and scalars; scales: q_scale, k_scale and sinks of run, which it must implement.

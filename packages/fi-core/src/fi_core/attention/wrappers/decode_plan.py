@@ -117,10 +117,12 @@ class BatchDecodePlan(BatchWrapper):
             self._allowed = "fa2_cuda_core"
         self._use_cuda_graph = use_cuda_graph
         self._plan = DecodePlan(
-            kv_layout=layout, backend=self._allowed, indptr=paged_kv_indptr_buffer,
+            kv_layout=layout,
+            backend=self._allowed,
+            indptr=paged_kv_indptr_buffer,
             page_indices=paged_kv_indices_buffer,
             last_page_len=paged_kv_last_page_len_buffer,
-        )  # fmt: skip
+        )
         self._fixed_batch_size = self._check_graph_buffers() if use_cuda_graph else 0
         self._copies = {}
         self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -194,10 +196,16 @@ class BatchDecodePlan(BatchWrapper):
         given = by_name("workspace_size", SIZE_OPTIONS, args, options)
         split_kv = split_kv_of(given.get("fixed_split_size"), page_size, given.get("disable_split_kv", False))
         plan = DecodePlan(
-            batch_size=indptr.numel() - 1, page_indices=indices, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
-            head_dim=head_dim, page_size=page_size, q_len=given.get("q_len_per_req", 1), split_kv=split_kv,
+            batch_size=indptr.numel() - 1,
+            page_indices=indices,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            q_len=given.get("q_len_per_req", 1),
+            split_kv=split_kv,
             most_ctas=self._plan.most_ctas,
-        )  # fmt: skip
+        )
         return self._workspaces.bytes_for(plan)
 
     @fi_api
@@ -295,9 +303,15 @@ class BatchDecodePlan(BatchWrapper):
             last = self._on_device("last_page_len", last_page_len, non_blocking)
             pages = self._on_device("indices", indices, non_blocking)
         self._end(
-            plan, (starts, last, seq_lens), non_blocking, sized, indptr=starts, last_page_len=last, page_indices=pages,
+            plan,
+            (starts, last, seq_lens),
+            non_blocking,
+            sized,
+            indptr=starts,
+            last_page_len=last,
+            page_indices=pages,
             block_tables=block_tables,
-        )  # fmt: skip
+        )
 
     begin_forward = plan
 
@@ -378,16 +392,23 @@ class BatchDecodePlan(BatchWrapper):
         choice, heads = self._choose(plan), (plan.num_qo_heads, plan.num_kv_heads)
         per_tile = ops.heads_per_tile(choice, plan.batch_size, *heads, plan.q_len, plan.split_kv)
         plan = plan.replace(
-            choice=choice, mask=self._keys_behind(plan.batch_size, plan.q_len, plan.window_right),
-            rows=plan.batch_size * plan.q_len, heads_per_tile=per_tile, head_dim_vo=plan.head_dim,
+            choice=choice,
+            mask=self._keys_behind(plan.batch_size, plan.q_len, plan.window_right),
+            rows=plan.batch_size * plan.q_len,
+            heads_per_tile=per_tile,
+            head_dim_vo=plan.head_dim,
             q_tiles=ops.num_q_tiles(*heads, plan.q_len, per_tile),
-        )  # fmt: skip
+        )
         return plan.replace(exact=self._choose(plan, exact=True))
 
     def _end(
-        self, plan: DecodePlan, lengths: tuple[Any, Any, Any], non_blocking: bool = True,
-        sized: dict[int, DecodePlan] | None = None, **tables: Any,
-    ) -> list[int]:  # fmt: skip
+        self,
+        plan: DecodePlan,
+        lengths: tuple[Any, Any, Any],
+        non_blocking: bool = True,
+        sized: dict[int, DecodePlan] | None = None,
+        **tables: Any,
+    ) -> list[int]:
         """Completes a plan: computes its schedule on the device, and makes the call of its kernel.
 
         plan: of `_shaped`. lengths: indptr, last_page_len and lengths or None, on any device; the lengths take
@@ -453,9 +474,14 @@ class BatchDecodePlan(BatchWrapper):
         table = plan.block_tables
         most = self._max_kv_len if table is None else table.shape[1] * plan.page_size
         self._cudnn.plan(
-            constants(plan.q_len, plan.batch_size, self.device), int32_index(kv_lens), (plan.q_len, most), indptr,
-            plan.page_indices, plan.page_size, None,
-        )  # fmt: skip
+            constants(plan.q_len, plan.batch_size, self.device),
+            int32_index(kv_lens),
+            (plan.q_len, most),
+            indptr,
+            plan.page_indices,
+            plan.page_size,
+            None,
+        )
 
     def _choose(self, plan: DecodePlan, head_dim_vo: int = 0, scaled: bool = False, exact: bool = False) -> Choice:
         """The choice for runs of the planned shape with aligned tensors. exact: with the mask and tiles of the plan."""

@@ -178,9 +178,16 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlannedWrapper):
         if dense or metadata is not None or kv_len_arr is None:
             tables = one_form(metadata, cum_seq_lens_q, block_tables, seq_lens, max_q_len, *tables)
         key: tuple[Any, ...] = (
-            num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type,
+            num_heads,
+            head_dim_ckv,
+            head_dim_kpe,
+            page_size,
+            causal,
+            sm_scale,
+            q_data_type,
+            kv_data_type,
             disable_split_kv,
-        )  # fmt: skip
+        )
         rest = (
             use_profiler, query_layout, kv_cache_layout, lse_mode, output_dtype, output_scale, scale_mode, skip_softmax,
             enable_pdl, use_sinks,
@@ -202,9 +209,15 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlannedWrapper):
     ) -> MlaPlan:  # fmt: skip
         """A plan without tables for the options of `plan`."""
         required = {
-            "num_heads": num_heads, "head_dim_ckv": head_dim_ckv, "head_dim_kpe": head_dim_kpe, "page_size": page_size,
-            "causal": causal, "sm_scale": sm_scale, "q_data_type": q_data_type, "kv_data_type": kv_data_type,
-        }  # fmt: skip
+            "num_heads": num_heads,
+            "head_dim_ckv": head_dim_ckv,
+            "head_dim_kpe": head_dim_kpe,
+            "page_size": page_size,
+            "causal": causal,
+            "sm_scale": sm_scale,
+            "q_data_type": q_data_type,
+            "kv_data_type": kv_data_type,
+        }
         missing = [name for name, value in required.items() if value is None]
         if missing:
             raise TypeError(f"plan() missing required arguments: {', '.join(missing)}")
@@ -218,10 +231,12 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlannedWrapper):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: a positive integer is required; got {value!r}")
         for name, word, words in (
-            ("query_layout", query_layout, LAYOUTS), ("kv_cache_layout", kv_cache_layout, LAYOUTS),
-            ("lse_mode", lse_mode, LSE_MODES), ("output_scale", output_scale, OUTPUT_SCALES),
+            ("query_layout", query_layout, LAYOUTS),
+            ("kv_cache_layout", kv_cache_layout, LAYOUTS),
+            ("lse_mode", lse_mode, LSE_MODES),
+            ("output_scale", output_scale, OUTPUT_SCALES),
             ("scale_mode", scale_mode, SCALE_MODES),
-        ):  # fmt: skip
+        ):
             if word not in words:
                 raise ValueError(f"{name}: one of {', '.join(map(repr, words))} is required; got {word!r}")
         refuse("kernels have no profiler of their own; use Nsight Compute", use_profiler=use_profiler)
@@ -329,9 +344,14 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlannedWrapper):
         foreign = profiler_buffer is not None or kv_len is not None or page_table is not None or o_scale is not None
         if foreign or bmm1_scale is not None or bmm2_scale is not None:
             refuse(
-                "it belongs to kernels of another library", profiler_buffer=profiler_buffer, kv_len=kv_len,
-                page_table=page_table, o_scale=o_scale, bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale,
-            )  # fmt: skip
+                "it belongs to kernels of another library",
+                profiler_buffer=profiler_buffer,
+                kv_len=kv_len,
+                page_table=page_table,
+                o_scale=o_scale,
+                bmm1_scale=bmm1_scale,
+                bmm2_scale=bmm2_scale,
+            )
         if query is not None:
             q_nope, q_pe = _parts("query", query, q_nope=q_nope, q_pe=q_pe)
         if kv_cache is not None:

@@ -147,8 +147,11 @@ class Tables:
             and qo.ndim == kv.ndim == pages.ndim == kv_len.ndim == 1
             and qo.numel() == kv.numel() == kv_len.numel() + 1
             and qo.device == kv.device == pages.device == kv_len.device == device
-            and qo.is_contiguous() and kv.is_contiguous() and pages.is_contiguous() and kv_len.is_contiguous()
-        )  # fmt: skip
+            and qo.is_contiguous()
+            and kv.is_contiguous()
+            and pages.is_contiguous()
+            and kv_len.is_contiguous()
+        )
 
     def _check(self, given: tuple[Any, ...]) -> None:
         for name, table in zip(TABLES, given):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fi_core.observe.draw import Draw, nbytes
-from fi_core.observe.trace import Planned, Scalar, Tensor, TraceTemplate, Work, axes_of, options, sized, tensors
+from fi_core.observe.trace import Planned, Scalar, Tensor, TraceTemplate, Work, axes_of, options, sized, tensors, words
 from fi_core.utils import canonicalize_torch_dtype, ceil_div
 
 _SCALE = 192**-0.5  # of the widths before absorption, 128 + 64
@@ -118,18 +118,9 @@ TEMPLATE = TraceTemplate(
     ),
     work=_work,
     tolerance={"float16": (3e-3, 3e-3), "bfloat16": (2e-2, 2e-2)},
-    others=(
-        "return_lse",
-        "return_lse_base_on_e",
-        "ckv_scale_arr",
-        "sinks",
-        "kv_len",
-        "page_table",
-        "o_scale",
-        "query",
-        "kv_cache",
-        "bmm1_scale",
-        "bmm2_scale",
+    others=words(
+        "return_lse return_lse_base_on_e ckv_scale_arr sinks kv_len page_table o_scale query kv_cache",
+        "bmm1_scale bmm2_scale",
     ),
     description="Attention of the tokens of each request over a paged latent cache, with absorbed weights (DeepSeek).",
 )

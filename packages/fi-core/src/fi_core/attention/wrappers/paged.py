@@ -92,10 +92,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             "paged_kv_indices_buf": paged_kv_indices_buf,
             "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
         }
-        super().__init__(
-            float_workspace_buffer, kv_layout, buffers, use_cuda_graph, (custom_mask_buf, mask_indptr_buf), backend,
-            (jit_args, jit_kwargs), variant_owns_mask,
-        )  # fmt: skip
+        masks, jit = (custom_mask_buf, mask_indptr_buf), (jit_args, jit_kwargs)
+        graph = (buffers, use_cuda_graph, masks)
+        super().__init__(float_workspace_buffer, kv_layout, *graph, backend, jit, variant_owns_mask)
 
     def workspace_size(
         self,
@@ -218,10 +217,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         batch = self._check_batch(*tables, paged_kv_last_page_len=paged_kv_last_page_len, seq_lens=seq_lens)
         check_length(batch["kv_last"], paged_kv_indices, "paged_kv_indices")
         dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
-        options = (
-            num_qo_heads, num_kv_heads, head_dim_qk, dim_vo, page_size, causal, window_left, pos_encoding_mode,
-            logits_soft_cap, sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type,
-        )  # fmt: skip
+        sizes = (num_qo_heads, num_kv_heads, head_dim_qk, dim_vo, page_size, causal, window_left)
+        scoring = (pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        options = (*sizes, *scoring, q_data_type, kv_data_type, o_data_type)
         shape = self._shape(batch["batch_size"], options, (fixed_split_size, disable_split_kv))
         own, place = self._plan, self._placed
         batch["qo_indptr"] = place(non_blocking, "qo_indptr", own.qo_indptr, qo_indptr)
@@ -230,11 +228,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         last = place(non_blocking, "paged_kv_last_page_len", own.last_page_len, paged_kv_last_page_len)
         batch |= {"last_page_len": last, "block_tables": block_tables}
         kv_lens = functools.partial(_lengths, paged_kv_indptr, paged_kv_last_page_len, seq_lens, page_size)
-        self._plan_batch(
-            shape, batch, (*tables, seq_lens), (custom_mask, packed_custom_mask, kv_lens),
-            (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
-            (max_token_per_sequence, max_sequence_kv), non_blocking,
-        )  # fmt: skip
+        masks, most = (custom_mask, packed_custom_mask, kv_lens), (max_token_per_sequence, max_sequence_kv)
+        items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        self._plan_batch(shape, batch, (*tables, seq_lens), masks, items, most, non_blocking)
 
     begin_forward = plan
 
@@ -306,10 +302,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         v = None
         if getattr(k, "ndim", 0) != 5:  # else the op takes the halves
             k, v = unpack(k, self._kv_layout)
-        return self._attend(
-            q, k, v, args, (q_scale, k_scale, v_scale), (out, lse, return_lse), (lse_base, lse_layout),
-            enable_pdl=enable_pdl, sinks=sinks, kv_cache_sf=kv_cache_sf,
-        )  # fmt: skip
+        scales, results, form = (q_scale, k_scale, v_scale), (out, lse, return_lse), (lse_base, lse_layout)
+        return self._attend(q, k, v, args, scales, results, form, enable_pdl, sinks, kv_cache_sf)
 
     @fi_api
     def forward(

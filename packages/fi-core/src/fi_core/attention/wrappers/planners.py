@@ -82,9 +82,13 @@ class Planner:
         head_dims = {"head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo}
         wrapper._begin_plan(num_qo_heads, num_kv_heads, page_size, **head_dims)
         fields = {
-            "num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "page_size": page_size, "causal": causal,
-            "window_left": window_left, **head_dims,
-        }  # fmt: skip
+            "num_qo_heads": num_qo_heads,
+            "num_kv_heads": num_kv_heads,
+            "page_size": page_size,
+            "causal": causal,
+            "window_left": window_left,
+            **head_dims,
+        }
         tables, split = (qo_indptr, kv_indptr, kv_len_arr), (fixed_split_size, disable_split_kv)
         return wrapper._plan_lengths(fields, tables, total_num_rows, split)  # type: ignore[no-any-return]
 
@@ -205,11 +209,17 @@ def fast_decode_plan(
     if q_len_per_req != 1:
         self._check_lengths(indptr, last_page_len, None, page_size, q_len_per_req)
     plan = plan.replace(
-        batch_size=batch_size, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-        page_size=page_size, q_len=q_len_per_req, window_left=window_left, window_right=0,
+        batch_size=batch_size,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        q_len=q_len_per_req,
+        window_left=window_left,
+        window_right=0,
         **type_fields(q_data_type, kv_data_type, None, data_type),
         **scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta),
-    )  # fmt: skip
+    )
     try:
         check_shape(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
         plan = self._shaped(plan.replace(split_kv=split_kv_of(fixed_split_size, page_size, disable_split_kv)))

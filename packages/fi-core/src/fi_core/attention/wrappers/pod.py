@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code, row_elements, unpack
+from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code, row_elements, score_options, unpack
 from fi_core.attention.custom import derived_scalars
 from fi_core.attention.forms.single_prefill import single_prefill_with_kv_cache
 from fi_core.attention.forms.tables_prefill import attend_once
@@ -66,9 +66,13 @@ def _check_dimensions(**tensors: torch.Tensor) -> None:
 
 
 def _attend_request(
-    variant: CustomAttention | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Sequence[Any],
+    variant: CustomAttention | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    given: Sequence[Any],
     options: dict[str, Any],
-) -> Any:  # fmt: skip
+) -> Any:
     """Prefill of one request. given: tensors and scalars of a variant; options: of single_prefill_with_kv_cache."""
     if variant is None:
         return single_prefill_with_kv_cache(q, k, v, **options)
@@ -111,9 +115,15 @@ class PODWithPagedKVCacheWrapper(AroundWrapper):
 
             self._variant, of_decode = pod_variants(jit_args)
         self._inner = BatchDecodeWithPagedKVCacheWrapper(
-            float_workspace_buffer, kv_layout, use_cuda_graph, True, paged_kv_indptr_buffer, paged_kv_indices_buffer,
-            paged_kv_last_page_len_buffer, jit_args=of_decode,
-        )  # fmt: skip
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            True,
+            paged_kv_indptr_buffer,
+            paged_kv_indices_buffer,
+            paged_kv_last_page_len_buffer,
+            jit_args=of_decode,
+        )
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -141,17 +151,19 @@ class PODWithPagedKVCacheWrapper(AroundWrapper):
         non_blocking: bool = True,
     ) -> None:
         """Plans the decode half of the next `run` calls: `BatchDecodeWithPagedKVCacheWrapper.plan`."""
-        self._inner.plan(
-            indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
-            pos_encoding_mode=pos_encoding_mode, window_left=window_left, q_data_type=q_data_type,
-            kv_data_type=kv_data_type, data_type=data_type, sm_scale=sm_scale, rope_scale=rope_scale,
-            rope_theta=rope_theta, non_blocking=non_blocking,
-        )  # fmt: skip
+        shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        options = score_options(pos_encoding_mode, None, sm_scale, rope_scale, rope_theta)
+        options |= {"q_data_type": q_data_type, "kv_data_type": kv_data_type, "data_type": data_type}
+        options |= {"window_left": window_left, "non_blocking": non_blocking}
+        self._inner.plan(indptr, indices, last_page_len, *shape, **options)
         self._described = {
-            "kv_indptr_d": indptr, "kv_indices_d": indices, "last_page_len_d": last_page_len,
-            "sm_scale": head_dim**-0.5 if sm_scale is None else sm_scale, "kv_layout": self._inner._kv_layout,
+            "kv_indptr_d": indptr,
+            "kv_indices_d": indices,
+            "last_page_len_d": last_page_len,
+            "sm_scale": head_dim**-0.5 if sm_scale is None else sm_scale,
+            "kv_layout": self._inner._kv_layout,
             "covered": pos_encoding_mode == "NONE" and window_left < 0 and self._variant is None,
-        }  # fmt: skip
+        }
 
     begin_forward = plan
 
@@ -226,16 +238,18 @@ class PODWithPagedKVCacheWrapper(AroundWrapper):
         kv_len, dims = k_p.shape[code(LAYOUTS, kv_layout_p, "kv_layout_p")], q_p.shape[2] + row_elements(v_p)
         ctas = divide(self._inner, v_d, operations(q_p.shape[1], dims, bool(causal_p), [(q_p.shape[0], kv_len)]))
         extra = (*args, *variant_args)
-        options: dict[str, Any] = {
-            "custom_mask": custom_mask_p, "packed_custom_mask": packed_custom_mask_p, "causal": causal_p,
-            "kv_layout": kv_layout_p, "pos_encoding_mode": pos_encoding_mode_p, "sm_scale": sm_scale_p,
-            "window_left": window_left_p, "rope_scale": rope_scale_p, "rope_theta": rope_theta_p, "num_ctas": ctas,
-            "kv_cache_sf": kv_cache_sf_p, **({} if kv_cache_sf_p is None else {"k_scale": k_scale, "v_scale": v_scale}),
-        }  # fmt: skip
-        decode = functools.partial(
-            self._inner.run, q_d, paged_kv_cache_d, *extra, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-            out=out_d, enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf_d,
-        )  # fmt: skip
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        scoring = {"pos_encoding_mode": pos_encoding_mode_p, "sm_scale": sm_scale_p, "window_left": window_left_p}
+        scoring |= {"rope_scale": rope_scale_p, "rope_theta": rope_theta_p, "kv_layout": kv_layout_p}
+        prefill_masks: Any = {
+            "custom_mask": custom_mask_p,
+            "packed_custom_mask": packed_custom_mask_p,
+            "causal": causal_p,
+        }
+        options: dict[str, Any] = {**scoring, **prefill_masks, "num_ctas": ctas, "kv_cache_sf": kv_cache_sf_p}
+        options |= {} if kv_cache_sf_p is None else scales
+        more = {"q_scale": q_scale, **scales, "enable_pdl": enable_pdl, "kv_cache_sf": kv_cache_sf_d}
+        decode = functools.partial(self._inner.run, q_d, paged_kv_cache_d, *extra, out=out_d, **more)
         prefill = functools.partial(_attend_request, self._variant, q_p, k_p, v_p, extra, options)
         out_p = side_by_side(ctas, self._inner.device, prefill, decode)
         return out_p, out_d

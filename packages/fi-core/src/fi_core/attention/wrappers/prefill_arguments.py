@@ -146,9 +146,12 @@ def items_fields(
     import torch
 
     fields = {
-        "prefix_len": prefix_len, "items": None, "item_positions": positions, "items_len": length,
+        "prefix_len": prefix_len,
+        "items": None,
+        "item_positions": positions,
+        "items_len": length,
         "longest_item": longest,
-    }  # fmt: skip
+    }
     if prefix_len is None:
         return fields
     given = 0 if positions is None else positions.numel()
@@ -184,10 +187,15 @@ def plan_of_size(own: PrefillPlan, heads: tuple[int, int], given: dict[str, Any]
     dim_vo = given.get("head_dim_vo", dim)
     check_shape(*heads, page_size, head_dim_qk=dim, head_dim_vo=dim_vo)
     plan = own.replace(
-        num_qo_heads=heads[0], num_kv_heads=heads[1], head_dim_qk=dim, head_dim_vo=dim_vo, page_size=page_size,
-        pos_encoding=encoding(given.get("pos_encoding_mode", "NONE")), soft_cap=given.get("logits_soft_cap", 0.0),
+        num_qo_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim_qk=dim,
+        head_dim_vo=dim_vo,
+        page_size=page_size,
+        pos_encoding=encoding(given.get("pos_encoding_mode", "NONE")),
+        soft_cap=given.get("logits_soft_cap", 0.0),
         splits_kv=not (given.get("disable_split_kv") or given.get("fixed_split_size", 0) > 0),
         **type_fields(*map(given.get, ("q_data_type", "kv_data_type", "o_data_type"))),
-    )  # fmt: skip
+    )
     custom = "custom_mask" in given or "packed_custom_mask" in given
     return plan, "items" if "prefix_len_ptr" in given else "custom" if custom else "plain"

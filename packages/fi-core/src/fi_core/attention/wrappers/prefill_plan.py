@@ -103,11 +103,10 @@ class BatchPrefillPlan(BatchWrapper):
         self._use_cuda_graph = use_cuda_graph
         self._fixed_batch_size = fixed_batch_size(buffers) if use_cuda_graph else 0
         indptr = buffers.get("paged_kv_indptr_buf", buffers.get("kv_indptr_buf"))
-        self._plan = PrefillPlan(
-            kv_layout=layout, backend=self._allowed, mask=custom_mask_buf, mask_indptr=mask_indptr_buf, indptr=indptr,
-            qo_indptr=buffers.get("qo_indptr_buf"), page_indices=buffers.get("paged_kv_indices_buf"),
-            last_page_len=buffers.get("paged_kv_last_page_len_buf"),
-        )  # fmt: skip
+        masks = {"mask": custom_mask_buf, "mask_indptr": mask_indptr_buf}
+        pages, last = buffers.get("paged_kv_indices_buf"), buffers.get("paged_kv_last_page_len_buf")
+        tables = {"qo_indptr": buffers.get("qo_indptr_buf"), "indptr": indptr, "page_indices": pages, **masks}
+        self._plan = PrefillPlan(kv_layout=layout, backend=self._allowed, last_page_len=last, **tables)
         if self._use_cuda_graph and custom_mask_buf is not None and mask_indptr_buf is None:
             raise ValueError("mask_indptr_buf: a tensor is required with custom_mask_buf; got None")
         self._graph_masks = custom_mask_buf if self._use_cuda_graph else None
@@ -243,11 +242,10 @@ class BatchPrefillPlan(BatchWrapper):
         if found is None:
             sizes, rest = dict(zip(_SIZES, options)), options[len(_SIZES) :]
             check_shape(options[0], options[1], options[4], head_dim_qk=options[2], head_dim_vo=options[3])
-            plan = PrefillPlan(
-                kv_layout=own.kv_layout, backend=own.backend, num_ctas=own.num_ctas, schedule=own.schedule,
-                batch_size=batch_size, splits_kv=not (splits[1] or (splits[0] or 0) > 0), **sizes, **scores(*rest[:5]),
-                **type_fields(*rest[5:]),
-            )  # fmt: skip
+            kept = {name: getattr(own, name) for name in ("kv_layout", "backend", "num_ctas", "schedule")}
+            fields = {**kept, **sizes, **scores(*rest[:5]), **type_fields(*rest[5:])}
+            splits_kv = not (splits[1] or (splits[0] or 0) > 0)
+            plan = PrefillPlan(batch_size=batch_size, splits_kv=splits_kv, **fields)
             found = self._shapes.keep(key, plan)
         return found
 
@@ -257,10 +255,14 @@ class BatchPrefillPlan(BatchWrapper):
         memory = self._partials if plan.splits_kv else None
         max_partials = 0 if memory is None else ops.max_partials(choice, len(memory), plan.head_dim_vo)
         return plan.replace(
-            choice=choice, max_partials=max_partials, partials=memory if max_partials else None,
-            tile_tokens=ops.tile_tokens(*heads, ops.q_tile_rows(choice)), out_dtype=self._out_dtype(plan),
-            short_tile_tokens=ops.short_tile_tokens(choice, *heads, plan.window_left >= 0), scale=plan.wanted_scale,
-        )  # fmt: skip
+            choice=choice,
+            max_partials=max_partials,
+            partials=memory if max_partials else None,
+            tile_tokens=ops.tile_tokens(*heads, ops.q_tile_rows(choice)),
+            out_dtype=self._out_dtype(plan),
+            short_tile_tokens=ops.short_tile_tokens(choice, *heads, plan.window_left >= 0),
+            scale=plan.wanted_scale,
+        )
 
     def _plan_batch(
         self,
@@ -316,16 +318,13 @@ class BatchPrefillPlan(BatchWrapper):
         if self._cudnn is not None:
             most_q, most_kv = self._most
             requests = self._requests()
-            self._cudnn.plan(
-                requests[:, 1].contiguous(), requests[:, 3].contiguous(),
-                (self._max_q_len if most_q is None else most_q, self._max_kv_len if most_kv is None else most_kv),
-                indptr, plan.page_indices, plan.page_size, qo_indptr,
-            )  # fmt: skip
+            lengths = requests[:, 1].contiguous(), requests[:, 3].contiguous()
+            most = self._max_q_len if most_q is None else most_q, self._max_kv_len if most_kv is None else most_kv
+            self._cudnn.plan(*lengths, most, indptr, plan.page_indices, plan.page_size, qo_indptr)
         self._set_call(plan)
         self._cached_module = planners.PLANNER
-        return self._end_plan(
-            [plan.batch_size, plan.tile_tokens, rows, plan.page_size, int(plan.causal), plan.window_left]
-        )
+        sizes = [plan.batch_size, plan.tile_tokens, rows, plan.page_size]
+        return self._end_plan([*sizes, int(plan.causal), plan.window_left])
 
     def _plan_lengths(self, fields: dict[str, Any], tables: tuple[Any, Any, Any], rows: int, split: Any) -> list[int]:
         """The plan of `planners.Planner`. qo_indptr has the number of rows.
@@ -353,9 +352,8 @@ class BatchPrefillPlan(BatchWrapper):
             raise self._no_plan()
         if self._call is None:
             plan = self._plan
-            self._set_call(
-                plan.replace(choice=self._choose(plan), scale=plan.wanted_scale, out_dtype=self._out_dtype(plan))
-            )
+            choice, out_dtype = self._choose(plan), self._out_dtype(plan)
+            self._set_call(plan.replace(choice=choice, scale=plan.wanted_scale, out_dtype=out_dtype))
         return self._plan
 
     def _choose(
@@ -441,14 +439,17 @@ class BatchPrefillPlan(BatchWrapper):
             check_call(plan, self._use_cuda_graph, *values)
         except (AttributeError, IndexError, RuntimeError) as found:
             if isinstance(error, (AttributeError, IndexError, RuntimeError)):
-                blame(
-                    found, **({"q": q, "k": k, "v": v} if plan.page_indices is None else {"q": q, "paged_kv_cache": k})
-                )
+                keys = {"k": k, "v": v} if plan.page_indices is None else {"paged_kv_cache": k}
+                blame(found, q=q, **keys)
 
     def _otherwise(
-        self, plan: PrefillPlan, values: tuple[Any, ...], tensors: tuple[Any, ...], args: tuple[Any, ...],
+        self,
+        plan: PrefillPlan,
+        values: tuple[Any, ...],
+        tensors: tuple[Any, ...],
+        args: tuple[Any, ...],
         scales: tuple[Any, Any, Any],
-    ) -> Choice | None:  # fmt: skip
+    ) -> Choice | None:
         """Runs cuDNN's kernels, or a user's variant, with the arguments of a planned call.
 
         args: the variant's tensors and scalars; scales: q_scale, k_scale and sinks of run, which it must implement.
@@ -464,18 +465,20 @@ class BatchPrefillPlan(BatchWrapper):
         if zero_padded_rows:
             out.zero_()
         choice = self._choose(plan, scaled=bmm1 is not None or any(x is not None for x in by_head))
-        workspace, causal = self._float_workspace_buffer, plan.causal
-        self._cudnn.attend(
-            out, lse, q, k, v, plan.kv_layout, workspace, sm_scale, causal, window_left=plan.window_left, sinks=sinks
-        )
+        given = (plan.kv_layout, self._float_workspace_buffer, sm_scale, plan.causal)
+        self._cudnn.attend(out, lse, q, k, v, *given, window_left=plan.window_left, sinks=sinks)
         if out_scale != 1.0 or bmm2 is not None:
             out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
         return choice
 
     def _by_variant(
-        self, plan: PrefillPlan, inputs: tuple[Any, ...], args: tuple[Any, ...], scales: tuple[Any, Any, Any],
+        self,
+        plan: PrefillPlan,
+        inputs: tuple[Any, ...],
+        args: tuple[Any, ...],
+        scales: tuple[Any, Any, Any],
         tensors: tuple[Any, ...],
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """The call of a user's variant.
 
         inputs: q, k, v and out; args: the variant's tensors and scalars; scales: q_scale, k_scale and sinks of run;

@@ -53,10 +53,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         variant_owns_mask: bool = False,
     ) -> None:
         buffers = {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf}
-        super().__init__(
-            float_workspace_buffer, kv_layout, buffers, use_cuda_graph, (custom_mask_buf, mask_indptr_buf), backend,
-            (jit_args, jit_kwargs), variant_owns_mask,
-        )  # fmt: skip
+        masks, jit = (custom_mask_buf, mask_indptr_buf), (jit_args, jit_kwargs)
+        graph = (buffers, use_cuda_graph, masks)
+        super().__init__(float_workspace_buffer, kv_layout, *graph, backend, jit, variant_owns_mask)
 
     def workspace_size(
         self,
@@ -138,19 +137,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         _require_same("o_indptr", o_indptr, "qo_indptr", qo_indptr)
         batch, own = self._check_batch(qo_indptr, kv_indptr), self._plan
         dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
-        options = (
-            num_qo_heads, num_kv_heads, head_dim_qk, dim_vo, 1, causal, window_left, pos_encoding_mode,
-            logits_soft_cap, sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type,
-        )  # fmt: skip
+        sizes = (num_qo_heads, num_kv_heads, head_dim_qk, dim_vo, 1, causal, window_left)
+        scoring = (pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        options = (*sizes, *scoring, q_data_type, kv_data_type, o_data_type)
         shape = self._shape(batch["batch_size"], options, (fixed_split_size, disable_split_kv))
         batch["qo_indptr"] = self._placed(non_blocking, "qo_indptr", own.qo_indptr, qo_indptr)
         batch["indptr"] = self._placed(non_blocking, "kv_indptr", own.indptr, kv_indptr)
-        self._plan_batch(
-            shape, batch, (qo_indptr, kv_indptr, None),
-            (custom_mask, packed_custom_mask, lambda device: kv_indptr.to(device).diff()),
-            (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
-            (max_token_per_sequence, max_sequence_kv), non_blocking,
-        )  # fmt: skip
+        masks = (custom_mask, packed_custom_mask, lambda device: kv_indptr.to(device).diff())
+        items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        most = (max_token_per_sequence, max_sequence_kv)
+        self._plan_batch(shape, batch, (qo_indptr, kv_indptr, None), masks, items, most, non_blocking)
 
     begin_forward = plan
 
@@ -213,10 +209,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
                 raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
         except (AttributeError, RuntimeError) as error:
             blame(error, q=q, k=k, v=v)
-        return self._attend(
-            q, k, v, args, (q_scale, k_scale, v_scale), (out, lse, return_lse), (lse_base, lse_layout),
-            enable_pdl=enable_pdl, sinks=self._sinks, kv_cache_sf=kv_cache_sf,
-        )  # fmt: skip
+        scales, results, form = (q_scale, k_scale, v_scale), (out, lse, return_lse), (lse_base, lse_layout)
+        return self._attend(q, k, v, args, scales, results, form, enable_pdl, self._sinks, kv_cache_sf)
 
     @fi_api
     def forward(

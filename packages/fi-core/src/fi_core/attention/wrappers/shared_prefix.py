@@ -40,9 +40,13 @@ class _SharedPrefix(AroundWrapper):
     def _describe(self, indptr: Any, indices: Any, last_page_len: Any, head_dim: int, **more: Any) -> None:
         """Keeps the tables of a plan for a trace."""
         self._described = {
-            "kv_indptr": indptr, "kv_indices": indices, "kv_last_page_len": last_page_len, "sm_scale": head_dim**-0.5,
-            "kv_layout": self._kv_layout, **more,
-        }  # fmt: skip
+            "kv_indptr": indptr,
+            "kv_indices": indices,
+            "kv_last_page_len": last_page_len,
+            "sm_scale": head_dim**-0.5,
+            "kv_layout": self._kv_layout,
+            **more,
+        }
 
 
 @fi_api
@@ -70,9 +74,16 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
     ) -> None:
         """Plans the unique keys: `BatchDecodeWithPagedKVCacheWrapper.plan`, with data_type for q, keys and values."""
         self._inner.plan(
-            unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim,
-            page_size, q_data_type=data_type, kv_data_type=data_type,
-        )  # fmt: skip
+            unique_kv_indptr,
+            unique_kv_indices,
+            unique_kv_last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            q_data_type=data_type,
+            kv_data_type=data_type,
+        )
         self._describe(unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len, head_dim)
 
     plan = begin_forward
@@ -131,9 +142,16 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
             others: as in that function.
         """
         self._inner.plan(
-            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim,
-            page_size, q_data_type=q_data_type,
-        )  # fmt: skip
+            qo_indptr,
+            paged_kv_indptr,
+            paged_kv_indices,
+            paged_kv_last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            q_data_type=q_data_type,
+        )
         tables = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         self._describe(*tables, head_dim, qo_indptr=qo_indptr)
 

@@ -50,10 +50,9 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     ) -> None:
         if backend not in ("auto", "fa2", "fa3"):
             raise WrongBackendError(f"backend: auto, fa2 or fa3 is required; got {backend!r}")
-        super().__init__(
-            float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf,
-            paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend,
-        )  # fmt: skip
+        tables = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
+        masks = (custom_mask_buf, mask_indptr_buf)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, *tables, *masks, backend)
         self._made_for_window = window_left
 
     @fi_api

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import check_shape
+from fi_core.attention.contract import check_shape, score_options
 from fi_core.attention.wrappers import pattern_trace
 from fi_core.attention.wrappers.block_sparse import PatternWrapper
 from fi_core.observe.checked import checked
@@ -107,18 +107,18 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
 
         last = torch.full((rows.numel(),), page_size, dtype=torch.int32)
         self._shape = num_kv_heads, qo_len, kv_len, page_size, num_qo_heads // num_kv_heads
-        self._inner.plan(
-            offsets(rows), offsets(selected.sum(2)), (head * pages + page).int(), last, self._shape[4], 1, head_dim,
-            page_size, causal=causal, pos_encoding_mode=pos_encoding_mode, sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap, rope_scale=rope_scale, rope_theta=rope_theta, q_data_type=q_data_type,
-            kv_data_type=kv_data_type, non_blocking=non_blocking,
-        )  # fmt: skip
-
+        tables = (offsets(rows), offsets(selected.sum(2)), (head * pages + page).int(), last)
+        options = score_options(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        options |= {"q_data_type": q_data_type, "kv_data_type": kv_data_type, "causal": causal}
+        self._inner.plan(*tables, self._shape[4], 1, head_dim, page_size, non_blocking=non_blocking, **options)
         self._described = {
-            "block_mask_map": block_mask_map, "block_row_sz": block_row_sz, "block_col_sz": block_col_sz,
-            "causal": causal, "sm_scale": head_dim**-0.5 if sm_scale is None else sm_scale,
+            "block_mask_map": block_mask_map,
+            "block_row_sz": block_row_sz,
+            "block_col_sz": block_col_sz,
+            "causal": causal,
+            "sm_scale": head_dim**-0.5 if sm_scale is None else sm_scale,
             "covered": pos_encoding_mode == "NONE" and not logits_soft_cap,
-        }  # fmt: skip
+        }
 
     begin_forward = plan
 

@@ -94,6 +94,30 @@ def test_what_is_absent_says_what_to_use(top: str) -> None:
     assert silent == []
 
 
+WALK = """
+import functools, sys
+from fi_core.compat import install, names
+install()
+import flashinfer
+hidden = ("fi_trace.", "quantization.packbits.", "xqa.")  # modules behind functions of their name, there as here
+for path, entry in names.read().items():
+    if entry.name != names.WHOLE and not path.startswith(hidden):
+        try:
+            functools.reduce(getattr, path.split("."), flashinfer)
+        except AttributeError as error:
+            if "is not in fi" not in str(error):
+                print(path, error)
+"""
+
+
+def test_a_walk_by_attributes_finds_names_or_advice() -> None:
+    """`import flashinfer` is enough for `flashinfer.comm.allreduce.X`, and no error is without advice."""
+    done = subprocess.run(
+        [sys.executable, "-c", WALK], env={"PYTHONPATH": PYTHONPATH}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == ""
+
+
 @pytest.mark.parametrize("path", ["gemm.mm_bf16_sm100", "jit.gemm.gen_tgv_gemm_sm10x_module", "mla.cute_dsl_mla"])
 def test_a_name_of_blackwell_that_is_not_listed_says_so(top: str, path: str) -> None:
     module, _, name = path.rpartition(".")

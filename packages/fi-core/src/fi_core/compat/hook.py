@@ -117,6 +117,9 @@ def answering(module: ModuleType) -> None:
                     return importlib.import_module(f"{TOP}{home}")
             from fi_core.compat import lacking, names
 
+            for place in places:
+                if f"{place}.{wanted}" in names.answering_modules():
+                    return importlib.import_module(f"{TOP}{place}.{wanted}")
             listed = [place for place in places if f"{place}.{wanted}" in names.read()]
             for place in listed or places:
                 if (value := lacking.find(place, wanted)) is not None:

@@ -152,6 +152,13 @@ def test_models_have_the_kernels_of_their_layers() -> None:
     assert ops_of("llama-8b", tp=4, spec_tokens=3, lora=True) - dense == {"all_reduce", "chain_speculative", "gemm"}
 
 
+def test_the_guide_counts_the_files_of_a_step() -> None:
+    """docs/guides/caching.md: what `prepare` compiles with an empty store."""
+    guide = (Path(__file__).resolve().parents[2] / "docs/guides/caching.md").read_text()
+    files = {artifact.id for spec in specs_of_model("llama-8b", HOPPER) for artifact in sources.artifacts(spec)}
+    assert f"the {len(files)} files of a step of llama-8b" in guide
+
+
 def names_of(**options: Any) -> set[str]:
     return {spec.name for spec in specs_of_model("llama-8b", HOPPER, **options)}
 

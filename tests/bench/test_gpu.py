@@ -41,6 +41,16 @@ def median_us(found: Measurement) -> float:
     return statistics.median(found.samples_ns) / 1e3
 
 
+@pytest.mark.sm90
+@pytest.mark.parametrize(("m", "implementation"), [(16, "wgmma_small_m_sm90"), (8192, "wgmma_sm90")])
+def test_auto_names_the_implementation_that_ran(
+    m: int, implementation: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"--routine gemm_fp8_nt_groupwise --backends auto --m {m} --n 4096 --k 7168 --num_iters 3"
+    assert main(line.split()) == 0
+    assert f"[PERF] auto({implementation})" in capsys.readouterr().out
+
+
 def need(timer: str) -> None:
     if timer == "cupti" and not HAS_CUPTI:
         pytest.skip("cupti-python is not installed")

@@ -165,6 +165,15 @@ def test_another_implementation_by_name_is_not_passed_over(calls: list[int]) -> 
     assert len(calls) == 3
 
 
+def test_choices_are_noted_inside_the_block_alone() -> None:
+    finalize = operators()["moe_finalize"]
+    with finalize.noted() as seen:
+        plain(**arguments(5))
+    plain(**arguments(5))
+    assert [choice.implementation for choice in seen] == ["cpu"]
+    assert seen[0] in finalize.choices
+
+
 def finished(result: Any) -> tuple[torch.Tensor, ...]:
     """What is defined of a result: with partial results, the rows of experts that are here."""
     rows, *others = result if isinstance(result, list) else [result]

@@ -89,7 +89,7 @@ class Runner:
 
     name: str
     library: str
-    resolved: str
+    resolved: str  # "": what the first call chooses, see `noted`
     prepare: Callable[[Inputs], Callable[[Inputs], Any]]
     outputs: Callable[[Inputs, Any], Any]
     context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
@@ -238,7 +238,7 @@ def _labelled(name: str, case: Case, device: str) -> Runner:
         raise _needs_gpu(name, _capabilities_from(case))
     function = _function(case, "fi_core")
     assert function is not None, f"fi_core.{case.function} has labels"
-    resolved = name if name in implementations(case) else _first(case, device)
+    resolved = name if name in implementations(case) else ""
     return Runner(name, "fi_core", resolved, _of_function(case, function, name), case.outputs)
 
 
@@ -305,11 +305,11 @@ def _ours(name: str, case: Case, device: str) -> Runner:
     if name == "auto" or not impls:
         if name not in ("auto", device):
             raise SkipError(f"{case.routine} is plain torch on every device: use --backends auto")
-        return Runner(name, "fi_core", _first(case, device), _of_function(case, function, name), case.outputs)
+        return Runner(name, "fi_core", "" if impls else "torch", _of_function(case, function, name), case.outputs)
     if name in _public(case):
         if device == "cpu":
             raise _needs_gpu(name, _capabilities_from(case) if name != "fa3" else "9.0")
-        return Runner(name, "fi_core", name, _of_function(case, function, name), case.outputs)
+        return Runner(name, "fi_core", "", _of_function(case, function, name), case.outputs)
     if name not in impls:
         raise SkipError(f"fi-core's {case.op} has no implementation {name!r}; it has {', '.join(impls)}")
     if device == "cpu" and name != "cpu":
@@ -328,7 +328,15 @@ def _ours(name: str, case: Case, device: str) -> Runner:
     return Runner(name, "fi_core", name, _of_function(case, function, asked), case.outputs, using)
 
 
-def _first(case: Case, device: str) -> str:
-    """Which implementation fi-core prefers on this device, for the `auto` rows."""
-    on_cpu = device == "cpu"
-    return next((name for name in implementations(case) if (name == "cpu") == on_cpu), "torch")
+def noted(case: Case, call: Callable[[], Any]) -> tuple[Any, str]:
+    """What a call returns, and the implementation of the case's op, or else of another op of it, that ran; "" if none
+    was chosen: plain torch, or a call whose launches are recorded.
+    """
+    from fi_core.runtime.launch.operator import operators
+
+    exists(case)  # imports the family, which declares its ops
+    found = [operators()[name] for name in (case.op, *case.also) if name in operators()]
+    with contextlib.ExitStack() as stack:
+        choices = [stack.enter_context(known.noted()) for known in found]
+        returned = call()
+    return returned, next((str(calls[-1].implementation) for calls in choices if calls), "")

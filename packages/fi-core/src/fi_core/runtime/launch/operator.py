@@ -277,6 +277,30 @@ class Operator:
             self._forced = forced
             self.forget()
 
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[list[Choice]]:
+        """The choices of the calls inside the block, for benchmarks (not thread safe)."""
+        kept, noted = self.choices, _Noted(self.choices)
+        self.choices = self._scope["choices"] = noted
+        try:
+            yield noted.calls
+        finally:
+            kept[:] = noted
+            self.choices = self._scope["choices"] = kept
+
+
+class _Noted(list[Any]):
+    """Choices by the numbers that calls return, which keeps those that are looked up."""
+
+    def __init__(self, choices: list[Any]) -> None:
+        super().__init__(choices)
+        self.calls: list[Choice] = []
+
+    def __getitem__(self, number: Any) -> Any:
+        choice = super().__getitem__(number)
+        self.calls.append(choice)
+        return choice
+
 
 def _parameter(argument: Argument) -> str:
     return argument.name if argument.default is REQUIRED else f"{argument.name}={argument.default!r}"

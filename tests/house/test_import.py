@@ -46,3 +46,9 @@ def test_families_import_without_torch(tmp_path: Path) -> None:
     assert int(count) > 0
     assert torch == "False"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_python_without_the_gil_is_refused() -> None:
+    code = "import sys; sys._is_gil_enabled = lambda: False; import fi_core"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: fi_core: Python with the GIL is required" in done.stderr and "PYTHON_GIL=1" in done.stderr

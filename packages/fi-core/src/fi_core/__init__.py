@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import sys as _sys
 
 from fi_core.compat import hook as _hook
+
+if not getattr(_sys, "_is_gil_enabled", lambda: True)():  # no test has run without it
+    raise ImportError(
+        f"fi_core: Python with the GIL is required; got {_sys.version.split()[0]} without it: set PYTHON_GIL=1"
+    )
 
 TYPE_CHECKING = False  # as in typing, which alone would take longer to import than all of this
 if TYPE_CHECKING:

@@ -165,6 +165,12 @@ def support_matrix() -> str:
     return "\n".join(lines) + "\n"
 
 
+def targets() -> str:
+    """What has been done with the binaries of each target."""
+    head = ("target", "machines", "compiled", "of Hopper", "interpreted", "run")
+    return support.TARGETS.format("\n".join(table(head, support.target_rows(*_known()))))
+
+
 def models() -> str:
     """The serving profiles: models by name, and what decides their kernels."""
     from fi_core.profiles import KV_DTYPES, MODELS
@@ -453,6 +459,7 @@ PAGES: dict[str, Callable[[], str]] = {
     **{f"{family}.md": functools.partial(family_page, family) for family in families()},
     "library.md": library,
     "support.md": support_matrix,
+    "targets.md": targets,
     "layouts.md": layouts_page,
     "models.md": models,
     "ops.md": ops,

@@ -14,6 +14,7 @@ import pytest
 import fi_core
 from fi_core.registry import ops
 from fi_core.runtime.env import env
+from fi_core.runtime.spec.target import PREBUILT_ARCHS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,6 +52,21 @@ def test_the_support_matrix_lists_every_public_name(generate: ModuleType) -> Non
     names = [place for module in modules for place, _ in generate.members(module)]
     assert len(names) > 250
     assert [name for name in names if f"<{name}>`" not in page] == []
+
+
+def test_every_target_says_what_has_been_done_with_it(generate: ModuleType) -> None:
+    """From the registry and the names of the files of results; a card that nobody knows is an error."""
+    import support
+
+    page = generate.targets()
+    rows = {row.split(" | ")[0].lstrip("| "): row.split(" | ") for row in page.splitlines() if row.startswith("| ")}
+    assert rows.keys() >= {"CPU", *(f"sm_{arch}" for arch in PREBUILT_ARCHS)}
+    ran = {name for name, cells in rows.items() if cells[-1].startswith("yes")}
+    assert ran == {"CPU", "sm_90a"}
+    assert sum(n for arch in support.GPUS for n in support.results(arch).values()) == len(
+        list(support.RESULTS.glob("*.jsonl"))
+    )
+    assert set(support.GPUS) == set(PREBUILT_ARCHS)
 
 
 def test_parameters_are_lists(functions: str) -> None:

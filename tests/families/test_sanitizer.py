@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
+
+from fi_core.runtime.build.sources import include_dir
 
 SANITIZER = shutil.which("compute-sanitizer")
 # The script makes one small call of each public function, in one process.
@@ -26,8 +29,9 @@ print("sampled", len(calls("cuda")))
 """
 # Every MLA kernel for both types of cache, with requests that are split and merged, and one without tokens.
 MLA = """
-import itertools, torch, fi_core
-lengths, tokens = [0, 5000, 70, 1500], 4
+import itertools, sys, torch, fi_core
+lengths = [0, 200, 70] if "racecheck" in sys.argv else [0, 5000, 70, 1500]
+tokens = len(lengths)
 pages = [-(-n // 64) for n in lengths]
 starts = [0, *itertools.accumulate(pages)]
 tables = [torch.tensor(x, dtype=torch.int32) for x in (range(tokens + 1), starts, range(starts[-1]), lengths)]
@@ -42,27 +46,55 @@ for heads, kv, backend in itertools.product((16, 128), (torch.bfloat16, torch.fl
     assert out.isfinite().all()
 print("sampled MLA")
 """
+# Racecheck of CUDA 13.0 reports stores of a row's states before a named barrier and the loads behind it, in 0 to 114
+# places with unrelated changes to the code between. They are no races: docs/notes/mla-sanitizer.md.
+NO_RACE = re.compile(r"\b(row_sum|row_max|alpha|states|tops)\b")
+ACCESS = re.compile(r"(?:Write|Read) access at .*? in \S*\b(fi/[^\s:]+):(\d+)")
+
+
+def races(report: str) -> list[str]:
+    """The hazards of a report of kernels with line numbers that are not the known ones."""
+    found = []
+    for hazard in re.split(r"(?=Race reported between)", report)[1:]:
+        places = ACCESS.findall(hazard.partition("hazards]")[0])
+        lines = [(include_dir() / file).read_text().splitlines()[int(line) - 1] for file, line in places]
+        if len(lines) < 2 or not all(map(NO_RACE.search, lines)):
+            found.append(" ".join(hazard.split())[:400])
+    return found
+
+
+def test_only_the_known_hazards_are_passed_over() -> None:
+    header = "fi/attention/mla/batch_mla_sm90.cuh"
+    text = (include_dir() / header).read_text().splitlines()
+    stored, other = (next(n for n, line in enumerate(text, 1) if words in line)
+                     for words in ("shared.row_sum[group]", "shared.q_full.wait"))  # fmt: skip
+    report = (
+        "========= Error: Race reported between Write access at fi::K::store()+0x10 in {0}:{1}\n"
+        "=========     and Read access at fi::K::store()+0x90 in /unit/{0}:{2} [114 hazards]\n"
+    )
+    assert races(report.format(header, stored, stored)) == []
+    assert len(races(report.format(header, stored, other) + report.format(header, stored, stored))) == 1
+    assert len(races("Race reported between Write access at f()+0x10 and Read access at f()+0x20 [1 hazards]")) == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer, part of the CUDA toolkit")
-@pytest.mark.parametrize(
-    ("sample", "tool"),
-    [*((SAMPLE, tool) for tool in ("memcheck", "racecheck", "synccheck")), (MLA, "memcheck"), (MLA, "synccheck")],
-    ids=lambda x: {SAMPLE: "functions", MLA: "mla"}.get(x, x),
-)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+@pytest.mark.parametrize("sample", [SAMPLE, MLA], ids=["functions", "mla"])
 def test_sample_is_clean(sample: str, tool: str) -> None:
-    """NOTE: racecheck of CUDA 13.0 reports stores of an MLA kernel before a named barrier and the loads behind it, in 0
-    to 114 places with unrelated changes to the code between. They are no races: docs/notes/mla-sanitizer.md.
-    """
     assert SANITIZER
+    lines = {"FI_JIT_LINEINFO": "1"} if (sample, tool) == (MLA, "racecheck") else {}
     done = subprocess.run(
         [SANITIZER, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", sample, tool],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        env={**os.environ, **lines, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         capture_output=True,
         text=True,
         check=False,
+        timeout=900,
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    if lines and done.returncode == 9:
+        assert races(done.stdout) == []
+    else:
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "sampled" in done.stdout

@@ -31,6 +31,7 @@ SMALL = {
     "kda": "--batch_size 2 --s_qo 70 --num_q_heads 2 --head_size 16",
     "mhc": "--num_tokens 5 --hidden_size 264",
     "mamba": "--batch_size 2 --nheads 4 --dim 16 --dstate 32 --ngroups 2",
+    "mamba_prefill": "--batch_size 2 --seq_len 5 --nheads 4 --dim 16 --dstate 32 --ngroups 2",
     "mamba_ring": "--batch_size 2 --nheads 4 --dim 16 --dstate 32 --ngroups 2",
     "causal_conv1d": "--batch_size 2 --seq_len 5 --dim 24",
     "sampling": "--batch_size 3 --vocab_size 301 --top_k 7",

@@ -163,6 +163,7 @@ FAMILIES = {
         Family("cascade", flags.CASCADE, ("merge_state", "merge_state_in_place", "merge_states")),
         Family("mhc", flags.MHC, ("mhc_post", "mhc_pre_big_fuse", "mhc_pre_big_fuse_with_prenorm")),
         Family("mamba", flags.MAMBA, ("selective_state_update",), ("flashinfer",)),
+        Family("mamba_prefill", flags.SSD, ("ssd_combined_fwd",)),
         Family("mamba_ring", flags.RING, ("checkpointing_ssu",)),
         Family("causal_conv1d", flags.CONV, ("causal_conv1d_fn", "causal_conv1d_update")),
         Family(

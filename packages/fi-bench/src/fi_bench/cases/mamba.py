@@ -75,8 +75,35 @@ def _torch_ring(x: Inputs) -> Any:
     return x.out, x.state, x.x_cache, x.B_cache, x.dt_cache
 
 
+def _ssd(p: Namespace) -> dict[str, Any]:
+    return sizes_of(
+        p, "batch_size", "seq_len", "nheads", "dim", "dstate", "ngroups", "has_z", "dt_softplus",
+        dtype="input_dtype", state_dtype="state_dtype",
+    )  # fmt: skip
+
+
+def _torch_ssd(x: Inputs) -> Any:
+    """Token after token, of sequences of one length."""
+    import torch
+    from torch.nn.functional import silu, softplus
+
+    n, group = x.initial_states.shape[0], x.x.shape[2] // x.B.shape[2]
+    value, step, b, c = (t[0].unflatten(0, (n, -1)).float() for t in (x.x, x.dt, x.B, x.C))
+    step = step + x.dt_bias
+    step = softplus(step) if x.dt_softplus else step
+    b, c = (t.repeat_interleave(group, 2) for t in (b, c))
+    state, outputs = x.initial_states.float(), []
+    for t in range(value.shape[1]):
+        added = (step[:, t, :, None] * value[:, t])[..., None] * b[:, t, :, None]
+        state = state * (step[:, t] * x.A).exp()[..., None, None] + added
+        outputs.append((state * c[:, t, :, None]).sum(-1) + x.D[:, None].float() * value[:, t])
+    out = torch.stack(outputs, 1).flatten(0, 1)[None]
+    return (out if x.z is None else out * silu(x.z.float())).to(x.x.dtype), state.to(x.initial_states.dtype)
+
+
 CASES = (
     described("mamba.causal_conv1d_fn", _conv, None, _torch_conv, op="causal_conv1d"),
     described("mamba.causal_conv1d_update", _conv, None, _torch_conv_update, op="causal_conv1d"),
     described("mamba.checkpointing_ssu", _ring, None, _torch_ring, op="checkpointing_ssu"),
+    described("mamba.ssd_combined_fwd", _ssd, None, _torch_ssd, op="ssd_combined"),
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from fi_core.linear_attention.ops import CHUNK_MATRIX
 from fi_core.runtime.launch.operator import operator
-from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least
+from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 
@@ -89,3 +90,58 @@ CHECKPOINTING_SSU = Op(
 )
 
 checkpointing_ssu = operator(CHECKPOINTING_SSU)
+
+
+class SsdConfig(NamedTuple):
+    step: int  # 0: prepares chunks, 1: goes through them, 2: and stores states in between
+    columns: int  # of dim, of a CTA
+
+
+_CHUNK = 64  # tokens
+SSD_CHUNK_BYTES = 2 * CHUNK_MATRIX + 4 * 4 * _CHUNK  # of the workspace, of a chunk and head
+
+
+def _ssd_entries(axes: Values, suffix: str, matrix: int, alignment: int, ctas: int) -> tuple[Entry, ...]:
+    """matrix: bytes of the scores of a chunk. ctas: that fit an SM."""
+    dtype, width, columns = DTYPES[axes["dtype"]], axes["width"], min(axes["dim"], 64)
+    size = 2 * 2 * _CHUNK * width + 3 * 4 * 8 * _CHUNK + 128
+    entries = [Entry("ssd_prepare", f"ssd_prepare<{dtype.device}, {width}, {size}>", 128, SsdConfig(0, 0), size, 4)]
+    size = 2 * (2 * _CHUNK * (2 * width + columns) + matrix + 4 * 4 * _CHUNK) + 2 * alignment
+    for step, name, flag in ((1, "ssd_states", "false"), (2, "ssd_states_checkpoints", "true")):
+        body = f"ssd_states{suffix}<{dtype.device}, {width}, {columns}, {flag}, {size}>"
+        entries.append(Entry(name, body, 2 * columns, SsdConfig(step, columns), size, ctas))
+    return tuple(entries)
+
+
+def _ssd_unit(axes: Values) -> Unit:
+    entries = _ssd_entries(axes, "", 2 * CHUNK_MATRIX, 128, 1)
+    return Unit("fi/linear_attention/ssd_combined.cuh", "SsdCombinedParams", entries)
+
+
+def _ssd_wgmma_unit(axes: Values) -> Unit:
+    entries = _ssd_entries(axes, "_wgmma", 12 * 512, 1024, 2)
+    return Unit("fi/linear_attention/ssd_combined_sm90.cuh", "SsdCombinedParams", entries)
+
+
+_SSD_WIDTH = Constraint("width", "in", (64, 128))
+SSD_COMBINED = Op(
+    name="ssd_combined",
+    family="linear_attention",
+    arguments="Tensor(a!) out, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor(b!)? workspace=None, "
+    "Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float dt_low=0.0, "
+    "float dt_high=3.4e38, Tensor? cu_seqlens=None, Tensor? initial_states=None, "
+    "Tensor? initial_state_indices=None, Tensor(c!)? final_states=None, Tensor? final_state_indices=None, "
+    "Tensor(d!)? checkpoint_states=None, Tensor? checkpoint_token_indices=None, "
+    "Tensor? checkpoint_state_slots=None, Tensor? checkpoint_last=None, bool? enable_pdl=None",
+    fields={"dtype": Field(("bf16", "f16"), "bf16"), "width": Field(None, 128), "dim": Field(None, 64)},
+    axes={"dtype": ("bf16", "f16"), "width": (64, 128), "dim": (32, 64, 128)},
+    config=SsdConfig,
+    implementations=(
+        Implementation("cpu", ON_CPU),
+        Implementation("wgmma_sm90", (*exactly(90), _SSD_WIDTH, Constraint("dim", "in", (64, 128))), _ssd_wgmma_unit),
+        Implementation("mma_sm80", (*at_least(80), _SSD_WIDTH, Constraint("dim", "in", (32, 64, 128))), _ssd_unit),
+    ),
+    prebuilt=({"dtype": "bf16"},),
+)
+
+ssd_combined = operator(SSD_COMBINED)

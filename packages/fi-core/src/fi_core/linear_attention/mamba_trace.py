@@ -286,3 +286,108 @@ CHECKPOINTING = TraceTemplate(
     ),
     description="Mamba-2: new tokens from a state and a ring of the inputs behind it.",
 )
+
+
+def _ssd_reference(x, dt, A, B, C, D, dt_bias, cu_seqlens, initial_states, z=None, dt_softplus=False):  # type: ignore[no-untyped-def]
+    import torch
+
+    output, states, heads = x.double() * 0, initial_states.double(), x.shape[2]
+    b, c = (t[0].double().repeat_interleave(heads // t.shape[2], 1) for t in (B, C))
+    step = dt[0].double() + dt_bias.double()
+    step = torch.nn.functional.softplus(step) if dt_softplus else step
+    for i, (first, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:])):
+        s = states[i]
+        for t in range(first, end):
+            added = (step[t, :, None] * x[0, t].double())[..., None] * b[t, :, None]
+            s = torch.exp(step[t] * A.double())[:, None, None] * s + added
+            output[0, t] = (s * c[t, :, None]).sum(-1) + D.double()[:, None] * x[0, t].double()
+        states[i] = s
+    return output if z is None else output * torch.nn.functional.silu(z.double()), states
+
+
+@sized(
+    dtype="bfloat16", state_dtype="float32", batch_size=3, seq_len=70, nheads=4, dim=64, dstate=128, ngroups=2,
+    has_z=True, dt_softplus=True,
+)  # fmt: skip
+def _make_ssd(draw: Draw, s: Any) -> dict[str, Any]:
+    lengths = [s.seq_len] * s.batch_size
+    if draw.nasty and s.batch_size > 1:  # one sequence is longer, one empty
+        lengths[:2] = [2 * s.seq_len, 0]
+    rows = (1, sum(lengths))
+    x, z = (draw.rows(draw.normal((*rows, s.nheads, s.dim), s.dtype)) for _ in range(2))
+    b, c = (draw.rows(draw.normal((*rows, s.ngroups, s.dstate), s.dtype)) for _ in range(2))
+    bias = draw.normal((s.nheads,), "float32")
+    steps = draw.normal((*rows, s.nheads), s.dtype)
+    return {
+        "x": x,
+        "dt": draw.rows(steps if s.dt_softplus else steps.abs()),
+        "A": -draw.normal((s.nheads,), "float32").abs(),
+        "B": b,
+        "C": c,
+        "D": draw.normal((s.nheads,), s.dtype),
+        "z": z if s.has_z else None,
+        "dt_bias": bias if s.dt_softplus else bias.abs(),
+        "dt_softplus": s.dt_softplus,
+        "cu_seqlens": draw.offsets(lengths),
+        "initial_states": draw.rows(draw.normal((s.batch_size, s.nheads, s.dim, s.dstate), s.state_dtype)),
+    }
+
+
+def _ssd_work(arguments: Mapping[str, Any]) -> Work:
+    """The recurrence as products: of each element of a state for each token an update and a product."""
+    x, states = arguments["x"], arguments["initial_states"]
+    given = [arguments.get(name) for name in ("x", "dt", "B", "C", "z")]
+    moved = nbytes(*(t for t in given if t is not None), x) + 2 * nbytes(states)
+    return Work(4 * x.numel() * states.shape[-1], moved)
+
+
+def _written_ssd(cu_seqlens: Any, x: Any, **_: Any) -> dict[str, Any]:
+    """Tokens of no sequence are not written."""
+    import torch
+
+    token = torch.arange(x.shape[1], device=x.device)
+    return {"output": ((token >= cu_seqlens[0]) & (token < cu_seqlens[-1])).view(1, -1, 1, 1)}
+
+
+SSD = TraceTemplate(
+    "mamba_ssd",
+    name_prefix="ssd_combined_fwd",
+    axes={
+        **{name: Var() for name in ("batch_size", "total_tokens", "num_seqs", "len_cu_seqlens")},
+        "nheads": Const(abbrev="h"),
+        "dim": Const(abbrev="d"),
+        "dstate": Const(abbrev="s"),
+        "ngroups": Const(abbrev="ng"),
+    },
+    inputs={
+        **tensors(x="batch_size total_tokens nheads dim", dt="batch_size total_tokens nheads", A="nheads"),
+        **tensors(B="batch_size total_tokens ngroups dstate", C="batch_size total_tokens ngroups dstate"),
+        **tensors(D="nheads", dt_bias="nheads", cu_seqlens="len_cu_seqlens"),
+        **tensors(initial_states="num_seqs nheads dim dstate"),
+        **tensors({"optional": True}, z="batch_size total_tokens nheads dim"),
+        **options(bool="dt_softplus"),
+    },
+    outputs={
+        "output": Tensor(["batch_size", "total_tokens", "nheads", "dim"], dtype_from="x"),
+        "final_states": Tensor(["num_seqs", "nheads", "dim", "dstate"], dtype_from="initial_states"),
+    },
+    reference=_ssd_reference,
+    op="ssd_combined",
+    make=_make_ssd,
+    written=_written_ssd,
+    samples=samples(
+        {
+            "dtype": ("bfloat16", "float16"),
+            "has_z, dt_softplus": ((True, True), (False, False)),
+            "dim, dstate": ((64, 128), (32, 16), (128, 80)),
+        }
+    ),
+    work=_ssd_work,
+    tolerance={"output": (2e-2, 1e-1), "final_states": (1e-2, 2e-2)},  # sums of hundreds of terms of size 1
+    others=words(
+        "dt_limit seq_idx chunk_indices chunk_offsets seq_chunk_cumsum update_seq_chunk_cumsum num_seqs final_states",
+        "checkpoint_token_indices checkpoint_state_slots checkpoint_states return_final_states initial_state_indices",
+        "final_state_indices",
+    ),
+    description="Mamba-2: selective state spaces over packed sequences, with softplus of dt and a gate.",
+)

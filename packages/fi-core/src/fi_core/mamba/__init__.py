@@ -8,17 +8,21 @@ from fi_core.linear_attention.ops import selective_state_update as _update
 from fi_core.linear_attention.trace import SELECTIVE
 from fi_core.mamba.checkpointing_ssu import allocate_checkpointing_ssu_scratch, checkpointing_ssu
 from fi_core.mamba.conv import causal_conv1d_fn, causal_conv1d_update
+from fi_core.mamba.ssd_combined import SSDCombined, mamba_chunk_scan_combined_varlen, ssd_combined_fwd
 from fi_core.observe.log import fi_api
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "SSDCombined",
     "allocate_checkpointing_ssu_scratch",
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "checkpointing_ssu",
+    "mamba_chunk_scan_combined_varlen",
     "selective_state_update",
+    "ssd_combined_fwd",
 ]
 
 _ALGORITHMS = ("auto", "simple", "vertical", "horizontal")

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import json
 import sys
+import types
 from collections import defaultdict
 
 from engine_names import RECORDS, sources
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-# Of each file its functions, methods and classes. A name that a version lacks is left out.
+# Of each file its functions, methods and classes. A name that a version lacks is left out. With () behind a method: the
+# names that its code reads, in order.
 SEAMS = {
     "vllm": {
         "vllm/v1/attention/backend.py": (
@@ -74,6 +77,8 @@ SEAMS = {
             "QwenGatedDeltaNetAttention.__init__", "QwenGatedDeltaNetAttention._forward_core_decode_non_spec",
         ),
         "vllm/v1/attention/backends/gdn_attn.py": ("GDNAttentionMetadata",),
+        "vllm/model_executor/models/qwen3.py": ("Qwen3Attention.forward", "Qwen3Attention.forward()"),
+        "vllm/model_executor/models/qwen3_moe.py": ("Qwen3MoeAttention.forward", "Qwen3MoeAttention.forward()"),
         "vllm/model_executor/layers/attention/mla_attention.py": (
             "QueryLenSupport", "MLACommonDecodeMetadata", "MLACommonMetadataBuilder.__init__",
             "MLACommonMetadataBuilder._build_decode", "MLACommonImpl.__init__",
@@ -109,6 +114,16 @@ def fields(node: ast.ClassDef) -> list[str]:
     return found
 
 
+def names_read(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """The attributes and globals that a function reads, as its `__code__.co_names` has them."""
+    bare = ast.Module([copy.deepcopy(node)], [])
+    function = bare.body[0]
+    assert isinstance(function, FUNCTIONS)
+    function.decorator_list = []
+    code = compile(ast.unparse(bare), "", "exec", flags=annotations.compiler_flag)
+    return next(list(x.co_names) for x in code.co_consts if isinstance(x, types.CodeType) and x.co_name == node.name)
+
+
 def interface(text: str) -> dict[str, str]:
     """The functions, methods and classes of a file by name."""
     found: dict[str, list[str]] = {}
@@ -117,7 +132,9 @@ def interface(text: str) -> dict[str, str]:
             found[node.name] = parameters(node)
         elif isinstance(node, ast.ClassDef):
             found[node.name] = fields(node)
-            found |= {f"{node.name}.{x.name}": parameters(x) for x in node.body if isinstance(x, FUNCTIONS)}
+            methods = [x for x in node.body if isinstance(x, FUNCTIONS)]
+            found |= {f"{node.name}.{x.name}": parameters(x) for x in methods}
+            found |= {f"{node.name}.{x.name}()": names_read(x) for x in methods}
     return {name: ", ".join(parts) for name, parts in found.items()}
 
 

@@ -156,6 +156,10 @@ class CustomOp(torch.nn.Module):
         return super().__new__(CustomOp.replaced.get(cls.__name__, cls))
 
     @classmethod
+    def enabled(cls) -> bool:
+        return True
+
+    @classmethod
     def register_oot(cls, _decorated_op_cls: Any = None, name: str | None = None) -> Any:
         assert name and name not in cls.replaced
         _decorated_op_cls.name = name
@@ -194,6 +198,9 @@ class RotaryEmbedding(CustomOp):
         self.cos_sin_cache = torch.cat([angles.cos(), angles.sin()], -1)
         if not getattr(self, "use_flashinfer", False):
             self.cos_sin_cache = self.cos_sin_cache.to(dtype)
+
+    def forward(self, *given: Any) -> Any:
+        return self.forward_cuda(*given)
 
     def forward_cuda(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
@@ -269,8 +276,10 @@ def install(version: str, patch: pytest.MonkeyPatch) -> ModuleType:
         module = ModuleType(name)
         vars(module).update(contents, __path__=[])
         patch.setitem(sys.modules, name, module)
+    for path, name in (("qwen3", "Qwen3Attention"), ("qwen3_moe", "Qwen3MoeAttention")):
+        vars(sys.modules[f"vllm.model_executor.models.{path}"])[name] = models.attention_of_qwen3(name)
     norms = {"rms_norm": IrOp(_rms_norm), "fused_add_rms_norm": IrOp(_fused_add_rms_norm)}
     vars(sys.modules["vllm.ir"])["ops"] = SimpleNamespace(**norms)
-    for name in ("", ".attention", ".gdn", ".layers", ".mla", ".moe", ".prepare", ".selected"):
+    for name in ("", ".attention", ".gdn", ".layers", ".mla", ".moe", ".prepare", ".qk_norm", ".selected"):
         patch.delitem(sys.modules, PLUGIN + name, raising=False)
     return importlib.import_module(PLUGIN)

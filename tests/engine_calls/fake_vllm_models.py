@@ -236,6 +236,47 @@ class QwenGatedDeltaNetAttention(PluggableLayer):
         self._forward_core_decode_non_spec(**given)
 
 
+class RMSNorm(torch.nn.Module):
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = torch.nn.Parameter(weight, requires_grad=False), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.double()
+        factor = (wide.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+        return (wide * factor * self.weight.double()).to(x)
+
+
+class Qwen3Attention(torch.nn.Module):
+    """The projection and attention pass on what they get."""
+
+    def __init__(self, rotary_emb: Any, heads: tuple[int, int], weights: list[torch.Tensor], eps: list[float]) -> None:
+        super().__init__()
+        self.rotary_emb, self.head_dim = rotary_emb, rotary_emb.head_size
+        self.q_size, self.kv_size = (n * self.head_dim for n in heads)
+        self.q_norm, self.k_norm = (RMSNorm(w, e) for w, e in zip(weights, eps))
+
+    def qkv_proj(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return x, None
+
+    qkv_proj.params_dtype = torch.bfloat16  # type: ignore[attr-defined]
+
+    def o_proj(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return x, None
+
+    def attn(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.cat([q, k, v], -1)
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        qkv, _ = self.qkv_proj(hidden_states)
+        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], -1)
+        q_heads, k_heads = (q.view(*q.shape[:-1], -1, self.head_dim), k.view(*k.shape[:-1], -1, self.head_dim))
+        q, k = self.q_norm(q_heads).view(q.shape), self.k_norm(k_heads).view(k.shape)
+        q, k = self.rotary_emb(positions, q, k)
+        attended = self.attn(q, k, v)
+        return self.o_proj(attended)[0]
+
+
 class QueryLenSupport(enum.Enum):
     UNIFORM = "uniform"
 
@@ -275,6 +316,11 @@ class MLACommonImpl:
 
     def __init__(self, num_heads: int, head_size: int, scale: float, *given: Any, **named: Any) -> None:
         self.num_heads, self.scale, self.kv_cache_dtype = num_heads, scale, given[3]
+
+
+def attention_of_qwen3(name: str) -> type:
+    """A class for the plugin to change."""
+    return type(name, (Qwen3Attention,), {"forward": Qwen3Attention.forward})
 
 
 def members(name: str, *names: str) -> Any:
@@ -320,6 +366,8 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     f"{LAYERS}.mamba.mamba_utils": {"is_conv_state_dim_first": is_conv_state_dim_first},
     f"{LAYERS}.mamba.ops.causal_conv1d": {"causal_conv1d_update": causal_conv1d_update},
+    "vllm.model_executor.models": {},
+    "vllm.model_executor.models.qwen3": {}, "vllm.model_executor.models.qwen3_moe": {},  # by `install`
     f"{LAYERS}.attention": {},
     f"{LAYERS}.attention.mla_attention": {
         "MLACommonBackend": MLACommonBackend, "MLACommonDecodeMetadata": MLACommonDecodeMetadata,

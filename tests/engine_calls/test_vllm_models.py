@@ -1,4 +1,4 @@
-"""fi's plugin for vLLM computes experts, gated delta nets and latent attention as the references do."""
+"""fi's plugin for vLLM computes experts and gated delta nets as the references do."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine_calls import fake_vllm
 from engine_calls import fake_vllm_models as models
-from engine_calls.fake_vllm import PLUGIN, SEAMS, recorded
+from engine_calls.fake_vllm import PLUGIN, recorded
 from families import linear_attention_reference as linear
 from families import moe_reference as moe
 from families.harness import assert_close, rand
-from families.test_mla import batch as latent_batch
 from fi_core.ahead import specs_of_model
 from fi_core.quantization import mxfp4_dequantize_host
 from fi_core.runtime.launch.operator import Rehearsal
@@ -27,25 +25,6 @@ from fi_core.tllm_enums import ActivationType
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 4, 2, 256, 128
 Activation = models.MoEActivation
-
-
-@pytest.fixture(params=list(SEAMS))
-def version(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def plugin(version: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The plugin after registration with FI_VLLM_LAYERS=1."""
-    monkeypatch.setenv("FI_VLLM_LAYERS", "1")
-    found = fake_vllm.install(version, monkeypatch)
-    found.register()
-    return found
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def module(name: str) -> Any:
@@ -334,69 +313,6 @@ def test_decode_of_a_gated_delta_net(plugin: Any, dtype: torch.dtype, device: st
         assert_close(layer.kv_cache[1][slot], after[-1], tolerance=(0.02, 0.02))
     assert bool(out[:6].isfinite().all()) and bool((out[6] == 7).all())
     assert bool((layer.kv_cache[1][[4, 7]] == states[[4, 7]]).all()), "slots of no request"
-
-
-def latent(device: str, kv: str, heads: int, requests: int) -> tuple[Any, Any]:
-    """The builder and the layer of a model with latent attention."""
-    mla = module("mla")
-    impl = mla.Impl(heads, 576, 192**-0.5, 1, None, None, kv, None, "decoder", None, kv_lora_rank=512)
-    layers = SimpleNamespace(static_forward_context={"layer": SimpleNamespace(impl=impl)})
-    vllm_config = SimpleNamespace(
-        compilation_config=layers, cache_config=SimpleNamespace(cache_dtype=kv),
-        model_config=SimpleNamespace(dtype=torch.bfloat16), scheduler_config=SimpleNamespace(max_num_seqs=requests),
-    )  # fmt: skip
-    spec = SimpleNamespace(block_size=16)
-    return mla.Builder(spec, ["layer"], vllm_config, torch.device(device)), impl
-
-
-@pytest.mark.parametrize("heads", [4, 16])
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("kv", ["auto", "fp8"])
-def test_latent_attention(plugin: Any, heads: int, tokens: int, kv: str, device: str) -> None:
-    """Requests of equal query lengths, of which the last has none and pads a graph."""
-    fp8 = torch.float8_e4m3fn if kv == "fp8" else None
-    lengths = [70, 5, 33]
-    b = latent_batch(lengths, tokens, heads, 16, causal=True, kv_dtype=fp8, device=device)
-    builder, impl = latent(device, kv, heads, 4)
-    pages = torch.zeros(4, 6, dtype=torch.int32, device=device)
-    for row, (_, found, _) in zip(pages, b.requests()):
-        row[: len(found)] = found
-    lens = torch.tensor([*lengths, 0], dtype=torch.int32, device=device)
-    starts = torch.tensor([0, tokens, 2 * tokens, 3 * tokens, 3 * tokens], dtype=torch.int32, device=device)
-    q = torch.cat([b.q, b.q.new_full((tokens, heads, 576), 3.0)])
-    metadata = builder.build(pages, lens, starts, 4 * tokens)
-    layer = SimpleNamespace(_k_scale_float=0.5)
-    parts = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1), q[..., 512:]  # as a product by heads leaves it
-    merged = impl.forward_mqa(q, b.cache, metadata, layer)
-    got, lse = impl.forward_mqa(parts, b.cache, metadata, layer)
-    assert lse is None and torch.equal(got, merged[0]) and got.is_contiguous()
-    want = b.expected(torch.tensor(0.5) if fp8 else None)
-    assert_close(got[: 3 * tokens], want[0], tolerance=(0.03, 0.03))
-    assert not got[3 * tokens :].any(), "rows of padding"
-    impl.need_to_return_lse_for_decode = True  # context parallel ranks merge by it
-    _, lse = impl.forward_mqa(parts, b.cache, metadata, layer)
-    assert_close(lse[: 3 * tokens], want[1] * torch.tensor(2.0).log(), tolerance=(0.01, 0.01))
-
-
-@pytest.mark.parametrize("name", ["alibi_slopes", "sliding_window", "logits_soft_cap"])
-def test_what_no_latent_kernel_does_is_refused(plugin: Any, name: str) -> None:
-    values = {"alibi_slopes": [1.0], "sliding_window": 8, "logits_soft_cap": 1.0}
-    given = [values[x] if x == name else None for x in ("alibi_slopes", "sliding_window", "logits_soft_cap")]
-    with pytest.raises(NotImplementedError, match=f"{name}: None is required"):
-        module("mla").Impl(4, 576, 1.0, 1, *given[:2], "auto", given[2], "decoder", None)
-
-
-@pytest.mark.parametrize("latent", [None, False, True])
-def test_the_backend_of_a_model(plugin: Any, latent: bool | None) -> None:
-    """CUSTOM is latent attention for models that have it."""
-    if latent is not None:
-        vars(models.CONFIG).update(model_config=SimpleNamespace(use_mla=latent))
-    path, _, name = fake_vllm.AttentionBackendEnum.CUSTOM.get_path().rpartition(".")
-    found = getattr(importlib.import_module(path), name)
-    assert found is module("mla" if latent else "attention").Backend
-    assert found.get_name() == "CUSTOM" and found.get_impl_cls() and found.get_builder_cls()
-    with pytest.raises(AttributeError, match="has no attribute 'Other'"):
-        _ = importlib.import_module(path).Other
 
 
 OF_MODEL = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": HIDDEN}

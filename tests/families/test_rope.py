@@ -220,6 +220,60 @@ def test_cos_sin_cache(head_size: int, width: int, is_neox: bool, dtype: torch.d
                     assert_guards(y)
 
 
+NORMED = [(4, 2, 64, 64), (3, 1, 128, 128), (2, 2, 256, 64), (1, 1, 512, 512)]
+
+
+@pytest.mark.parametrize("shape", NORMED, ids=str)
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_of_heads(shape: tuple[int, ...], is_neox: bool, dtype: torch.dtype, device: str) -> None:
+    """RMSNorm of each head of q and k, then rotation, in slices of one projection, in place."""
+    hq, hk, d, width = shape
+    qkv = rand(70, (hq + 2 * hk) * d, dtype=dtype, device=device)
+    before, (q, k, v) = qkv.clone(), qkv.split((hq * d, hk * d, hk * d), 1)
+    weights = [rand(d, dtype=dtype, device=device, seed=i) for i in (1, 2)]
+    positions, f = torch.arange(70, device=device) * 37, frequencies(width)
+    angle = torch.arange(70 * 37, dtype=torch.float64).unsqueeze(1) * f
+    cache = torch.cat([angle.cos(), angle.sin()], 1).float().to(device)
+    for impl in impls("rope", device):
+        qkv.copy_(before)
+        with using("rope", impl):
+            rope.apply_rope_with_cos_sin_cache_inplace(
+                positions, q, k, d, cache, is_neox, q_weight=weights[0], k_weight=weights[1], eps=1e-5
+            )
+        for got, had, w in ((q, before[:, : hq * d], weights[0]), (k, before[:, hq * d : -hk * d], weights[1])):
+            x = had.unflatten(1, (-1, d)).double()
+            x = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w.double()
+            assert_close(got.unflatten(1, (-1, d)), by_position(x, positions, f, not is_neox))
+        assert torch.equal(v, before[:, -hk * d :])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"k_weight": None}, TypeError, "q_weight and k_weight must both be tensors"),
+        ({"q_weight": torch.ones(64)}, TypeError, "q_weight must have the dtype of query"),
+        ({"k_weight": torch.ones(32, dtype=torch.float16)}, ValueError, "k_weight must have shape"),
+        (
+            {"head_size": 96},
+            ValueError,
+            "head_size must be a power of two from 16 to 512, and rotary_dim a multiple of 16",
+        ),
+        ({"cos_sin_cache": torch.ones(9, 24)}, ValueError, "got 64 and 24"),
+    ],
+)
+def test_norms_that_are_refused(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    size = change.get("head_size", 64)
+    half = torch.ones(size, dtype=torch.float16)
+    given = {
+        "positions": torch.arange(3), "query": torch.ones(3, 2 * size, dtype=torch.float16),
+        "key": torch.ones(3, size, dtype=torch.float16), "head_size": size, "cos_sin_cache": torch.ones(9, 64),
+        "q_weight": half, "k_weight": half,
+    }  # fmt: skip
+    with pytest.raises(error, match=words):
+        rope.apply_rope_with_cos_sin_cache_inplace(**given | change)
+
+
 def test_position_outside_the_table_gives_nan(device: str) -> None:
     table = torch.ones(4, 32, device=device)
     q, k = heads(4, (2, 1, 64, None), torch.bfloat16, device)

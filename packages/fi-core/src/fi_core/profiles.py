@@ -18,6 +18,7 @@ from fi_core.runtime import files
 from fi_core.runtime.dispatch import AUTO
 from fi_core.runtime.spec.dtype import DTYPES
 
+_NORMALIZED = ("qwen3", "qwen3_moe")  # types of models with norms of heads
 EXPERTS = ("", "bf16", "f16", "e4m3", "mxfp4")
 SHORT_M = (8, 16, 32, 64)  # rows of a product for which `gemm` has other kernels than for many
 LATENT = (512, 64)  # values of a latent row, and its rotary part, that the MLA kernels take
@@ -38,6 +39,7 @@ class Model:
         weights: format of other weights that fi multiplies: "e4m3" (blocks of 128 x 128), "nvfp4" or "mxfp4"; "": 16
             bits.
         linear: whether it has layers of linear attention (gated delta rule).
+        qk_norm: whether heads of queries and keys are normalized before they are rotated.
     """
 
     num_qo_heads: int
@@ -51,6 +53,7 @@ class Model:
     activation: str = "Swiglu"
     weights: str = ""
     linear: bool = False
+    qk_norm: bool = False
 
     @property
     def serves_fp16(self) -> bool:
@@ -100,6 +103,7 @@ class Model:
             activation="SwigluBias" if get("swiglu_limit") else "Swiglu",
             weights=quantized if quantized != "mxfp4" or not has_experts else "",
             linear=bool(get("linear_num_key_heads")),
+            qk_norm=get("model_type") in _NORMALIZED,
         )
 
 
@@ -111,9 +115,9 @@ MODELS = {
     "llama-8b-mxfp4": Model(32, 8, 128, weights="mxfp4"),
     "llama-70b": Model(64, 8, 128),
     "mistral-7b": Model(32, 8, 128),
-    "qwen3-0.6b": Model(16, 8, 128),
-    "qwen3-8b": Model(32, 8, 128),
-    "qwen3-32b": Model(64, 8, 128),
+    "qwen3-0.6b": Model(16, 8, 128, qk_norm=True),
+    "qwen3-8b": Model(32, 8, 128, qk_norm=True),
+    "qwen3-32b": Model(64, 8, 128, qk_norm=True),
     "gemma2-2b": Model(8, 4, 256, soft_cap=True),
     "gemma2-9b": Model(16, 8, 256, soft_cap=True),
     "gemma2-27b": Model(32, 16, 128, soft_cap=True),
@@ -122,8 +126,8 @@ MODELS = {
     "gpt-oss-20b": Model(64, 8, 64, experts="mxfp4", activation="SwigluBias"),
     "gpt-oss-120b": Model(64, 8, 64, experts="mxfp4", activation="SwigluBias"),
     "mixtral-8x7b": Model(32, 8, 128, experts="bf16"),
-    "qwen3-30b-a3b": Model(32, 4, 128, experts="bf16"),
-    "qwen3-235b-a22b-fp8": Model(64, 4, 128, experts="e4m3", weights="e4m3"),
+    "qwen3-30b-a3b": Model(32, 4, 128, experts="bf16", qk_norm=True),
+    "qwen3-235b-a22b-fp8": Model(64, 4, 128, experts="e4m3", weights="e4m3", qk_norm=True),
     "qwen3-next-80b-a3b": Model(16, 2, 256, experts="bf16", linear=True),
     "deepseek-v3": Model(128, 128, 192, head_dim_vo=128, latent=True, experts="e4m3", weights="e4m3"),
     "kimi-k2": Model(64, 64, 192, head_dim_vo=128, latent=True, experts="e4m3", weights="e4m3"),
@@ -246,6 +250,8 @@ def calls(model: Model, options: Options = DEFAULT) -> Iterator[Call]:
     for residual in (False, True):
         yield Call("norm", "rmsnorm", {**one, "out": model.dtype, "residual": residual})
     yield Call("rope", "rope", one)
+    if model.qk_norm:  # in the same pass
+        yield Call("rope", "rope", {**one, "norm": True})
     yield Call("activation", "act_and_mul", one)
     yield Call("page", "append_paged_kv_cache", {})
     yield Call("page", "get_batch_indices_positions", {})

@@ -53,7 +53,9 @@ __all__ = [
 
 def _rope_unit(axes: Values) -> Unit:
     dtype = DTYPES[str(axes["dtype"])]
-    return Unit("fi/rope/rope.cuh", "RopeParams", entries("rope", dtype.device, 16 // dtype.bytes))
+    vec = 16 // dtype.bytes
+    function, sizes = ("norm_rope", (vec,)) if axes["norm"] else ("rope", (vec, 1))
+    return Unit("fi/rope/rope.cuh", "RopeParams", entries(function, dtype.device, sizes))
 
 
 ROPE = Op(
@@ -62,10 +64,12 @@ ROPE = Op(
     arguments="Tensor(a!) q_out, Tensor(b!) k_out, Tensor q, Tensor k, Tensor? pos_ids=None, Tensor? indptr=None, "
     "Tensor? offsets=None, Tensor? cos_sin_cache=None, int? head_dim=None, int? rotary_dim=None, "
     "bool interleave=False, float rope_scale=1.0, float rope_theta=10000.0, float low_freq_factor=0.0, "
-    "float high_freq_factor=0.0, float old_context_len=0.0",
-    axes={"dtype": ("f16", "bf16", "f32")},
+    "float high_freq_factor=0.0, float old_context_len=0.0, Tensor? q_weight=None, Tensor? k_weight=None, "
+    "float eps=1e-06",
+    axes={"dtype": ("f16", "bf16", "f32"), "norm": (False, True)},
     config=RopeConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _rope_unit)),
+    prebuilt=tuple({"dtype": dtype} for dtype in ("f16", "bf16", "f32")),
 )
 
 _rope = operator(ROPE)
@@ -446,8 +450,13 @@ def apply_rope_with_cos_sin_cache_inplace(
     head_size: int,
     cos_sin_cache: torch.Tensor,
     is_neox: bool = True,
+    *,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
 ) -> None:
-    """Rotates query and key in place, as `apply_rope_with_cos_sin_cache` does.
+    """Rotates query and key in place, as `apply_rope_with_cos_sin_cache` does; with weights their heads are normalized
+    first, in the same pass: `x / sqrt(mean(x^2) + eps) * weight` (RMSNorm, arXiv:1910.07467).
 
     Args:
         positions: `[nnz]`, int32 or int64, the position of each row.
@@ -456,6 +465,15 @@ def apply_rope_with_cos_sin_cache_inplace(
         head_size: dimensions of a head.
         cos_sin_cache: `[max_position, rotary_dim]`, fp32: the cosines of all pairs, then the sines.
         is_neox: whether pairs are `(i, i + rotary_dim / 2)`; else `(2 i, 2 i + 1)`.
+        q_weight: `[head_size]`, dtype of query, of the norm of its heads; None: no norm. head_size is then a power of
+            two of at most 512 (fp32 256), rotary_dim a multiple of 16, and on the GPU heads lie at multiples of 16
+            bytes (not an argument of FlashInfer, nor are the next two).
+        k_weight: likewise of key; given with q_weight.
+        eps: of the norms.
+
+    Raises:
+        ValueError: as there, and weights that do not fit.
+        TypeError: as there, or one of two weights.
     """
     if cos_sin_cache is None:
         raise TypeError("cos_sin_cache must be a torch.Tensor; got None")
@@ -468,4 +486,7 @@ def apply_rope_with_cos_sin_cache_inplace(
         cos_sin_cache=cos_sin_cache,
         head_dim=head_size,
         interleave=not is_neox,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        eps=eps,
     )

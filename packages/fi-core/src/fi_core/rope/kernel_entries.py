@@ -19,8 +19,8 @@ class RopeConfig(NamedTuple):
 _THREADS, _CTAS_PER_SM, _UNROLLED_HEADS, _MAX_HEADS_PER_THREAD = 128, 4, 4, 10
 
 
-def entries(function: str, types: str, vec_size: int) -> tuple[Entry, ...]:
-    """Kernel entries in order of preference."""
+def entries(function: str, types: str, vec_sizes: tuple[int, ...]) -> tuple[Entry, ...]:
+    """Kernel entries in order of preference, by the elements of a vector."""
     return tuple(
         Entry(
             f"{function}_{layout}_{vec}",
@@ -29,6 +29,6 @@ def entries(function: str, types: str, vec_size: int) -> tuple[Entry, ...]:
             RopeConfig(vec, interleaved, _MAX_HEADS_PER_THREAD, _THREADS * _CTAS_PER_SM),
             ctas_per_sm=_CTAS_PER_SM,
         )
-        for vec in (vec_size, 1)
+        for vec in vec_sizes
         for interleaved, layout in enumerate(("neox", "interleaved"))
     )

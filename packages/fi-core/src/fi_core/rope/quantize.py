@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def _rope_quantize_unit(axes: Values) -> Unit:
     dtype, out = DTYPES[str(axes["dtype"])], DTYPES[str(axes["out"])]
-    chosen = entries("rope_quantize", f"{dtype.device}, {out.device}", 16 // dtype.bytes)
+    chosen = entries("rope_quantize", f"{dtype.device}, {out.device}", (16 // dtype.bytes, 1))
     return Unit("fi/rope/rope_quantize.cuh", "RopeQuantizeParams", chosen)
 
 

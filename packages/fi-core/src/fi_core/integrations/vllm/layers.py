@@ -13,7 +13,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.quantization import register_quantization_config
 
 import fi_core
-from fi_core.integrations.vllm import gdn, moe
+from fi_core.integrations.vllm import gdn, moe, qk_norm
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,7 @@ def register() -> None:
     _replace(SiluAndMul, Activation)
     for name in _ROTARY:
         _replace(getattr(rotary, name), Rotary)
+    qk_norm.register(Rotary)
     gdn.register(_replace)
     for name, config in moe.register(_replace):
         register_quantization_config(name)(config)
@@ -94,6 +95,10 @@ class Rotary:
     head_size: int
     is_neox_style: bool
     cos_sin_cache: torch.Tensor
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.is_enabled = self.enabled()  # type: ignore[attr-defined]  # else vLLM leaves it to its compiler
 
     def forward_cuda(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None

@@ -70,7 +70,22 @@ RopeFrequencies frequencies_of(int64_t rotary_dim, double scale, double theta, d
   return f;
 }
 
-RopeRequest request_of(const RopeArgs& a) { return {a.q_out.dtype()}; }
+// The weights of the norms of heads. A head is then the work of a power of two of lanes with two vectors each.
+void check_norm(const RopeArgs& a, int64_t dim) {
+  FI_CHECK(a.q_weight && a.k_weight, TypeError, "q_weight and k_weight must both be tensors, or None");
+  const int64_t most = 32 * 2 * 16 / a.q.dtype().bytes(), vectors = 2 * 16 / a.q.dtype().bytes();
+  FI_CHECK((dim & (dim - 1)) == 0 && dim >= vectors && dim <= most && a.rotary_dim % vectors == 0, ValueError,
+           "head_size must be a power of two from %lld to %lld, and rotary_dim a multiple of %lld, with q_weight; got "
+           "%lld and %lld",
+           static_cast<long long>(vectors), static_cast<long long>(most), static_cast<long long>(vectors),
+           static_cast<long long>(dim), static_cast<long long>(a.rotary_dim));
+  for (const Tensor& weight : {a.q_weight, a.k_weight}) {
+    Dim width{"head_size", dim};
+    weight.like(a.q).contiguous().shape(width);
+  }
+}
+
+RopeRequest request_of(const RopeArgs& a) { return {a.q_out.dtype(), static_cast<bool>(a.q_weight)}; }
 
 void rope(const Kernel& kernel, const RopeArgs& given) {
   RopeArgs a = given;  // the checks below rename tensors as the caller names them
@@ -113,6 +128,7 @@ void rope(const Kernel& kernel, const RopeArgs& given) {
            static_cast<long long>(a.rotary_dim));
   FI_CHECK(dim <= 2 << RopeFrequencies::kPowers, ValueError, "%s must be at most %d; got %lld", dim.name,
            2 << RopeFrequencies::kPowers, static_cast<long long>(dim));
+  if (a.q_weight || a.k_weight) check_norm(a, dim);
   FI_CHECK(q_heads.count + k_heads.count <= 0x7fffffff, ValueError, "q and k have too many heads: %s and %s",
            a.q.shape_str().c_str(), a.k.shape_str().c_str());
 
@@ -124,8 +140,12 @@ void rope(const Kernel& kernel, const RopeArgs& given) {
   p.common.nope[kRopeK] = make_operand(a.k, k_heads, a.k_out, k_out_heads, a.rotary_dim);
   for (int kind : {kRopeQ, kRopeK}) {
     p.common.heads[kind] = static_cast<int32_t>(kind == kRopeQ ? q_heads.count : k_heads.count);
-    p.common.nope_dim[kind] = is_in_place(p.common.nope[kind]) ? 0 : static_cast<int32_t>(dim - a.rotary_dim);
+    const Tensor& weight = kind == kRopeQ ? a.q_weight : a.k_weight;
+    p.common.weight[kind] = weight ? weight.data() : nullptr;
+    p.common.nope_dim[kind] =
+        is_in_place(p.common.nope[kind]) && !weight ? 0 : static_cast<int32_t>(dim - a.rotary_dim);
   }
+  p.common.eps = static_cast<float>(a.eps);
   p.common.rotary_dim = static_cast<int32_t>(a.rotary_dim);
   p.common.rows = nnz;
   if (a.pos_ids) {
@@ -148,6 +168,12 @@ void rope(const Kernel& kernel, const RopeArgs& given) {
 
   // 3 launch
 #if FI_CUDA
+  const auto aligned = [](const Tensor& weight) { return reinterpret_cast<uintptr_t>(weight.data()) % 16 == 0; };
+  FI_CHECK(!a.q_weight ||
+               (aligned(a.q_weight) && aligned(a.k_weight) &&
+                detail::max_vec_size(p.common, a.q.dtype().bytes(), a.q.dtype().bytes()) * a.q.dtype().bytes() >= 16),
+           ValueError, "%s, %s and weights must have heads at multiples of 16 bytes with q_weight", a.q.name(),
+           a.k.name());
   launch_rope<RopeConfig>(kernel, p, a.q.dtype(), a.q.dtype(), a.interleave, a.q.device(), kernel.pdl(-1));
 #else
   (void)kernel;

@@ -1,5 +1,6 @@
 // Rotary embedding (Su et al. 2021, arXiv:2104.09864) on sm_80 and later: a thread computes the angles of its pairs
-// once, then loops over heads with both elements of each pair in its own registers.
+// once, then loops over heads with both elements of each pair in its own registers. An RMSNorm of each head comes first
+// where it has weights.
 #pragma once
 #include "fi/cuda/vec.cuh"
 #include "fi/divisor.h"
@@ -117,9 +118,34 @@ struct RopeThread {
   }
 };
 
-// Rotates and converts the heads of one thread. row_offset(kind, operand, row) returns the offset of a row in
+// The sum of x over the lanes of a head, which are a power of two, aligned, in one warp.
+FI_DEVICE float sum_over_head(float x, int lanes) {
+  const unsigned all = lanes == 32 ? 0xffffffffu : (1u << lanes) - 1;
+  const unsigned mask = all << (threadIdx.x % 32 & ~(lanes - 1));
+  for (int offset = lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(mask, x, offset);
+  return x;
+}
+
+// Multiplies vectors a and b of a head by its factor and by the weights of their elements.
+template <class T, int kVec>
+FI_DEVICE void normalize(float (&a)[kVec], float (&b)[kVec], const Vec<T, kVec>& weight_a, const Vec<T, kVec>& weight_b,
+                         const RopeCommon& p) {
+  const int lanes = p.lanes.value;
+  float squares = 0.f, wa[kVec], wb[kVec];
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) squares += a[i] * a[i] + b[i] * b[i];
+  const float factor = rsqrtf(sum_over_head(squares, lanes) / (2 * kVec * lanes) + p.eps);
+  to_float(weight_a, wa);
+  to_float(weight_b, wb);
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) a[i] *= factor * wa[i], b[i] *= factor * wb[i];
+}
+
+// Rotates and converts the heads of one thread. kNorm: normalizes them first; no lane of a head is then idle, and each
+// has both vectors. row_offset(kind, operand, row) returns the offset of a row in
 // operand.out, or -1 if the row is not written.
-template <class T, class O, int kUnroll, int kKinds, int kVec, bool kInterleave, class Source, class RowOffset>
+template <class T, class O, int kUnroll, int kKinds, int kVec, bool kInterleave, bool kNorm = false, class Source,
+          class RowOffset>
 FI_DEVICE void rope_heads(const RopeCommon& p, const RopeThread& thread, const Source& source,
                           const RowOffset& row_offset) {
   const int lane = thread.lane, rope_lanes = p.rotary_dim / (2 * kVec);
@@ -151,6 +177,12 @@ FI_DEVICE void rope_heads(const RopeCommon& p, const RopeThread& thread, const S
     const int64_t in_head_stride = operand.in_head_stride, out_head_stride = operand.out_head_stride;
     const bool second = offset1 < end;  // whether the second vector is inside the row
     const float scale = p.scale[kind];
+    Vec<T, kVec> weight_a = {}, weight_b = {};
+    if constexpr (kNorm) {
+      const T* weight = static_cast<const T*>(p.weight[kind]) + (rotated ? 0 : p.rotary_dim);
+      weight_a = load<T, kVec>(weight + offset0);
+      weight_b = load<T, kVec>(weight + offset1);
+    }
 #pragma unroll 1
     for (int h = first; h < heads; h += kUnroll * p.parallel_heads) {
       Vec<T, kVec> x[kUnroll] = {}, y[kUnroll] = {};
@@ -173,6 +205,7 @@ FI_DEVICE void rope_heads(const RopeCommon& p, const RopeThread& thread, const S
           float a[kVec], b[kVec];
           to_float(x[u], a);
           to_float(y[u], b);
+          if constexpr (kNorm) normalize(a, b, weight_a, weight_b, p);
           if (rotated) rotate<kVec, kInterleave>(a, b, angles);
           if constexpr (kIsFp8<O>) {
 #pragma unroll
@@ -188,12 +221,17 @@ FI_DEVICE void rope_heads(const RopeCommon& p, const RopeThread& thread, const S
   }
 }
 
-template <class T, int kVec, int kUnroll, bool kInterleave>
+template <class T, int kVec, int kUnroll, bool kInterleave, bool kNorm = false>
 FI_DEVICE void rope(const RopeParams& p) {
   const RopeThread thread(p.common);
   const AngleSource<PairLayout<kVec, kInterleave>> source{p, {thread.lane, p.common.rotary_dim}};
   const auto row_offset = [](int, const RopeOperand& operand, int64_t row) { return row * operand.out_row_stride; };
-  rope_heads<T, T, kUnroll, 2, kVec, kInterleave>(p.common, thread, source, row_offset);
+  rope_heads<T, T, kUnroll, 2, kVec, kInterleave, kNorm>(p.common, thread, source, row_offset);
+}
+
+template <class T, int kVec, int kUnroll, bool kInterleave>
+FI_DEVICE void norm_rope(const RopeParams& p) {
+  rope<T, kVec, kUnroll, kInterleave, true>(p);
 }
 
 }  // namespace fi

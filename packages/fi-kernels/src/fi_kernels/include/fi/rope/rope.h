@@ -31,6 +31,9 @@ struct RopeCommon {
   int32_t heads[3], nope_dim[3];
   int32_t rotary_dim;
   float scale[3];  // factor before the cast to fp8; ignored for other outputs
+  const void*
+      weight[2];  // [rotary_dim + nope_dim], dtype of the rows: of the RMSNorm of each head of q and of k, or null
+  float eps;
   int64_t rows;
   IndexArray pos_ids;
   const float* cos_sin;  // [max_pos, rotary_dim]: cosines, then sines; null: angles are computed

@@ -56,14 +56,38 @@ void rope_cpu(const RopeCommon& p, DType in, DType out, bool interleave, const A
     elements += int64_t{p.heads[kind]} * (p.nope_dim[kind] + (kind == kRopeV ? 0 : p.rotary_dim));
   cpu::parallel_for(p.rows, std::max<int64_t>(1, 16384 / elements), [&](int64_t begin, int64_t end) {
     std::vector<float> x(static_cast<size_t>(max_width)), cosine(static_cast<size_t>(half)),
-        sine(static_cast<size_t>(half));
+        sine(static_cast<size_t>(half)), weight[2], factor[2];
+    const auto read = [&](const RopeOperand& operand, int32_t width, int64_t row, int64_t head) {
+      load(static_cast<const char*>(operand.in) +
+               (row * operand.in_row_stride + head * operand.in_head_stride) * in.bytes(),
+           x.data(), width);
+    };
+    for (int kind : {kRopeQ, kRopeK}) {
+      if (!p.weight[kind]) continue;
+      weight[kind].resize(static_cast<size_t>(p.rotary_dim + p.nope_dim[kind]));
+      load(p.weight[kind], weight[kind].data(), p.rotary_dim + p.nope_dim[kind]);
+      factor[kind].resize(static_cast<size_t>(p.heads[kind]));
+    }
+    const auto measure = [&](int kind, int64_t row) {  // before a part of a head is written in place
+      for (int64_t head = 0; head < p.heads[kind]; ++head) {
+        float squares = 0.f;
+        read(p.rope[kind], p.rotary_dim, row, head);
+        for (int32_t i = 0; i < p.rotary_dim; ++i) squares += x[static_cast<size_t>(i)] * x[static_cast<size_t>(i)];
+        read(p.nope[kind], p.nope_dim[kind], row, head);
+        for (int32_t i = 0; i < p.nope_dim[kind]; ++i) squares += x[static_cast<size_t>(i)] * x[static_cast<size_t>(i)];
+        factor[kind][static_cast<size_t>(head)] =
+            1.f / std::sqrt(squares / static_cast<float>(p.rotary_dim + p.nope_dim[kind]) + p.eps);
+      }
+    };
     const auto convert = [&](const RopeOperand& operand, int kind, int32_t width, int64_t row, bool rotated) {
       const int64_t out_offset = width ? row_offset(kind, operand, row) : -1;
       if (out_offset < 0) return;
       for (int64_t head = 0; head < p.heads[kind]; ++head) {
-        load(static_cast<const char*>(operand.in) +
-                 (row * operand.in_row_stride + head * operand.in_head_stride) * in.bytes(),
-             x.data(), width);
+        read(operand, width, row, head);
+        if (kind != kRopeV && p.weight[kind])
+          for (int32_t i = 0; i < width; ++i)
+            x[static_cast<size_t>(i)] *= factor[kind][static_cast<size_t>(head)] *
+                                         weight[kind][static_cast<size_t>(rotated ? i : p.rotary_dim + i)];
         if (rotated)
           (interleave ? detail::rotate_interleaved : detail::rotate_halves)(x.data(), cosine.data(), sine.data(), half);
         if (out.bits == 8) detail::scale_row(x.data(), p.scale[kind], width);
@@ -73,6 +97,8 @@ void rope_cpu(const RopeCommon& p, DType in, DType out, bool interleave, const A
     };
     for (int64_t row = begin; row < end; ++row) {
       angles(row, cosine.data(), sine.data());
+      for (int kind : {kRopeQ, kRopeK})
+        if (p.weight[kind]) measure(kind, row);
       for (int kind : {kRopeQ, kRopeK}) convert(p.rope[kind], kind, p.rotary_dim, row, true);
       for (int kind : {kRopeQ, kRopeK, kRopeV}) convert(p.nope[kind], kind, p.nope_dim[kind], row, false);
     }

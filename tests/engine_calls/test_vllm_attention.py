@@ -1,0 +1,141 @@
+"""fi's plugin for vLLM attends over latent caches, and normalizes and rotates q and k, as the references do."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine_calls import fake_vllm
+from engine_calls import fake_vllm_models as models
+from engine_calls.fake_vllm import PLUGIN, recorded
+from families.harness import assert_close, rand
+from families.test_mla import batch as latent_batch
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(f"{PLUGIN}.{name}")
+
+
+QWEN3 = {"qwen3": "Qwen3Attention", "qwen3_moe": "Qwen3MoeAttention"}
+
+
+def qwen3(path: str, device: str, head_size: int = 64, eps: Sequence[float] = (1e-5, 1e-5), **changed: Any) -> Any:
+    """An attention layer of 4 and 2 heads, whose own forward is that of its base class."""
+    rotary = fake_vllm.ROTARY["RotaryEmbedding"](head_size, head_size, 100, 1e4, True, torch.bfloat16)
+    rotary.cos_sin_cache = rotary.cos_sin_cache.to(device)
+    weights = [rand(head_size, dtype=torch.bfloat16, device=device, seed=i) for i in range(2)]
+    layer = getattr(sys.modules[f"vllm.model_executor.models.{path}"], QWEN3[path])(rotary, (4, 2), weights, list(eps))
+    for name, value in changed.items():
+        setattr(rotary, name, value)
+    return layer
+
+
+@pytest.mark.parametrize("path", QWEN3)
+def test_norms_and_rotation_in_one_pass(
+    plugin: Any, path: str, device: str, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    assert tuple(recorded(version)[f"{QWEN3[path]}.forward()"]) == module("qk_norm").FORWARD
+    layer, positions = qwen3(path, device), torch.tensor([3, 99, 0], device=device)
+    rows = rand(3, 8 * 64, dtype=torch.bfloat16, device=device)
+    want = models.Qwen3Attention.forward(layer, positions, rows.clone())
+    monkeypatch.setattr(models.RMSNorm, "forward", None)  # is not called
+    assert_close(layer(positions, rows.clone()), want.double(), tolerance=(0.03, 0.03))
+
+
+UNFIT = {
+    "left to the compiler": {"is_enabled": False}, "other head sizes": {"head_size": 96},
+    "few rotated channels": {"rotary_dim": 24}, "two eps": {"eps": (1e-5, 1e-6)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changed", UNFIT.values(), ids=UNFIT)
+def test_norms_that_stay_vllms(plugin: Any, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = qwen3("qwen3", "cpu", **changed)
+    positions, rows = torch.tensor([3, 99, 0]), rand(3, 8 * layer.head_dim, dtype=torch.bfloat16, device="cpu")
+    monkeypatch.setattr(module("qk_norm"), "apply_rope_with_cos_sin_cache_inplace", None)
+    monkeypatch.setattr(layer.rotary_emb, "forward", lambda positions, q, k: (q, k))
+    layer(positions, rows)
+
+
+def test_a_changed_forward_is_left_alone(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FI_VLLM_LAYERS", "1")
+    found = fake_vllm.install(version, monkeypatch)
+    layer = sys.modules["vllm.model_executor.models.qwen3"].Qwen3Attention
+    monkeypatch.setattr(layer, "forward", lambda self, positions, hidden_states: "another")
+    with caplog.at_level(logging.INFO, "vllm"):
+        found.register()
+    assert layer.forward(None, None, None) == "another"
+    (said,) = [r.message for r in caplog.records]
+    assert said.startswith("fi does not replace vllm.model_executor.models.qwen3.Qwen3Attention.forward: ")
+
+
+def latent(device: str, kv: str, heads: int, requests: int) -> tuple[Any, Any]:
+    """The builder and the layer of a model with latent attention."""
+    mla = module("mla")
+    impl = mla.Impl(heads, 576, 192**-0.5, 1, None, None, kv, None, "decoder", None, kv_lora_rank=512)
+    layers = SimpleNamespace(static_forward_context={"layer": SimpleNamespace(impl=impl)})
+    vllm_config = SimpleNamespace(
+        compilation_config=layers, cache_config=SimpleNamespace(cache_dtype=kv),
+        model_config=SimpleNamespace(dtype=torch.bfloat16), scheduler_config=SimpleNamespace(max_num_seqs=requests),
+    )  # fmt: skip
+    spec = SimpleNamespace(block_size=16)
+    return mla.Builder(spec, ["layer"], vllm_config, torch.device(device)), impl
+
+
+@pytest.mark.parametrize("heads", [4, 16])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_latent_attention(plugin: Any, heads: int, tokens: int, kv: str, device: str) -> None:
+    """Requests of equal query lengths, of which the last has none and pads a graph."""
+    fp8 = torch.float8_e4m3fn if kv == "fp8" else None
+    lengths = [70, 5, 33]
+    b = latent_batch(lengths, tokens, heads, 16, causal=True, kv_dtype=fp8, device=device)
+    builder, impl = latent(device, kv, heads, 4)
+    pages = torch.zeros(4, 6, dtype=torch.int32, device=device)
+    for row, (_, found, _) in zip(pages, b.requests()):
+        row[: len(found)] = found
+    lens = torch.tensor([*lengths, 0], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, tokens, 2 * tokens, 3 * tokens, 3 * tokens], dtype=torch.int32, device=device)
+    q = torch.cat([b.q, b.q.new_full((tokens, heads, 576), 3.0)])
+    metadata = builder.build(pages, lens, starts, 4 * tokens)
+    layer = SimpleNamespace(_k_scale_float=0.5)
+    parts = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1), q[..., 512:]  # as a product by heads leaves it
+    merged = impl.forward_mqa(q, b.cache, metadata, layer)
+    got, lse = impl.forward_mqa(parts, b.cache, metadata, layer)
+    assert lse is None and torch.equal(got, merged[0]) and got.is_contiguous()
+    want = b.expected(torch.tensor(0.5) if fp8 else None)
+    assert_close(got[: 3 * tokens], want[0], tolerance=(0.03, 0.03))
+    assert not got[3 * tokens :].any(), "rows of padding"
+    impl.need_to_return_lse_for_decode = True  # context parallel ranks merge by it
+    _, lse = impl.forward_mqa(parts, b.cache, metadata, layer)
+    assert_close(lse[: 3 * tokens], want[1] * torch.tensor(2.0).log(), tolerance=(0.01, 0.01))
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "sliding_window", "logits_soft_cap"])
+def test_what_no_latent_kernel_does_is_refused(plugin: Any, name: str) -> None:
+    values = {"alibi_slopes": [1.0], "sliding_window": 8, "logits_soft_cap": 1.0}
+    given = [values[x] if x == name else None for x in ("alibi_slopes", "sliding_window", "logits_soft_cap")]
+    with pytest.raises(NotImplementedError, match=f"{name}: None is required"):
+        module("mla").Impl(4, 576, 1.0, 1, *given[:2], "auto", given[2], "decoder", None)
+
+
+@pytest.mark.parametrize("latent", [None, False, True])
+def test_the_backend_of_a_model(plugin: Any, latent: bool | None) -> None:
+    """CUSTOM is latent attention for models that have it."""
+    if latent is not None:
+        vars(models.CONFIG).update(model_config=SimpleNamespace(use_mla=latent))
+    path, _, name = fake_vllm.AttentionBackendEnum.CUSTOM.get_path().rpartition(".")
+    found = getattr(importlib.import_module(path), name)
+    assert found is module("mla" if latent else "attention").Backend
+    assert found.get_name() == "CUSTOM" and found.get_impl_cls() and found.get_builder_cls()
+    with pytest.raises(AttributeError, match="has no attribute 'Other'"):
+        _ = importlib.import_module(path).Other

@@ -30,21 +30,11 @@ BLOCK, BLOCKS, HEADS, DIM = 16, 64, (4, 2), 64
 VERSIONS = list(SEAMS)
 
 
-@pytest.fixture(params=VERSIONS)
-def version(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
 def plugin(version: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modules of the plugin over a vLLM of the version."""
     fake_vllm.install(version, monkeypatch)
     return importlib.import_module(f"{PLUGIN}.attention")
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def test_the_package_names_the_plugin() -> None:
@@ -256,21 +246,45 @@ def test_building_does_not_wait_for_the_device(plugin: Any, monkeypatch: pytest.
     assert builder.build(0, b.step).num_decodes == 3
 
 
-def test_a_step_of_decode_launches_the_plan_alone(plugin: Any, device: str) -> None:
-    """Of each window, and no operation of torch, which would cost the host as much again."""
-    ran: list[str] = []
+class Recorder(TorchDispatchMode):
+    """The names of operations."""
 
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            ran.append(str(op))
-            return op(*args, **(kwargs or {}))
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[str] = []
 
-    b = batch(MIXED[:3], device)
-    builder, _ = engine(plugin, device, windows=[None, 20])
-    builder.build(0, b.step)
-    with Recorder():
-        builder.build(0, b.step)
-    assert ran == ["fi_core.decode_plan.default"] * 2
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def test_the_first_layer_plans_a_step_of_decode(plugin: Any, version: str, device: str) -> None:
+    """Building runs nothing. The first layer of each window plans, and whenever it runs again: warm-up and capture of
+    a graph may have the same metadata, and a graph that is replayed must have the launch.
+    """
+    windows = [None, 20, None, 20]
+    b, (builder, impls) = batch(MIXED[:3], device), engine(plugin, device, windows=windows)
+    cache, query = cache_of(plugin, version, device, "auto", DIM), torch.cat(b.queries)
+    with Recorder() as built:
+        metadata = builder.build(0, b.step)
+    assert built.ran == []
+    for _ in range(2):
+        for impl, plans in zip(impls, (True, True, False, False)):
+            with Recorder() as layer:
+                impl.forward(LAYER, query, None, None, cache, metadata, query.clone())
+            ran = [name for name in layer.ran if name.startswith("fi_core")]
+            assert ran == ["fi_core.decode_plan.default"] * plans + ["fi_core.batch_decode.default"]
+
+
+def test_the_first_layer_plans_the_prompts_of_a_step(plugin: Any, version: str, device: str) -> None:
+    b, (builder, impls) = batch(MIXED[3:5], device), engine(plugin, device, windows=[None, 20, None])
+    cache, query, ran = cache_of(plugin, version, device, "auto", DIM), torch.cat(b.queries), []
+    metadata = builder.build(0, b.step)
+    for impl in impls:
+        with Recorder() as layer:
+            impl.forward(LAYER, query, None, None, cache, metadata, query.clone())
+        ran.append([name.split(".")[1] for name in layer.ran if name.startswith("fi_core")])
+    assert ran == [["prefill_plan", "batch_prefill"]] * 2 + [["batch_prefill"]]
 
 
 @pytest.mark.parametrize("target", ["80", "90a"])

@@ -14,13 +14,42 @@ from families.paged import split_tables
 from families.prefill_batch import batch, workspace
 from families.test_batch_prefill import with_sinks
 from fi_core.attention.forms.tables_prefill import attend_once
+from fi_core.attention.ops import prefill as ops
 from fi_core.prefill import (
+    ContextTablesPlan,
     trtllm_batch_context_with_kv_cache,
     trtllm_ragged_attention_deepseek,
 )
 
 LSE = (2e-4, 2e-4)
 LENS = [(17, 90), (0, 9), (3, 0), (70, 70), (1, 130)]
+
+
+def test_the_first_layer_plans_a_step(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer plans unless one before it had the same tables and window; a new plan sees new lengths."""
+    b, planned, own = batch(LENS, dtype=torch.bfloat16, device=device, form="fused"), [], ops.plan
+
+    def counted(*given: Any, **named: Any) -> Any:
+        planned.append(named["window_left"])
+        return own(*given, **named)
+
+    monkeypatch.setattr(ops, "plan", counted)
+    lengths, starts = b.pool.seq_lens().int(), b.qo_indptr.int()
+
+    def attend(step: Any, window_left: int = -1) -> torch.Tensor:
+        out: torch.Tensor = trtllm_batch_context_with_kv_cache(
+            b.q, b.cache, workspace(device), b.pool.block_tables(), lengths, 70, 130, 0.05, 1.0, len(LENS),
+            starts, b.kv_indptr, window_left=window_left, kv_layout=b.pool.kv_layout, plan=step,
+        )  # fmt: skip
+        return out
+
+    step = ContextTablesPlan()
+    for _ in range(2):
+        for window_left in (-1, 20):
+            got = attend(step, window_left)
+            assert_close(got, b.expected(causal=True, sm_scale=0.05, window_left=window_left)[0])
+    assert planned == [-1, 20]
+    assert torch.equal(attend(ContextTablesPlan()), attend(None)) and len(planned) == 4
 
 
 @pytest.mark.parametrize("kv_layout", ["HND", "NHD"])

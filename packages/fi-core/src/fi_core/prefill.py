@@ -9,6 +9,7 @@ from fi_core.attention.forms.single_prefill import (
     single_prefill_with_kv_cache_return_lse,
     single_prefill_with_kv_cache_with_jit_module,
 )
+from fi_core.attention.forms.tables_plan import ContextTablesPlan
 from fi_core.attention.forms.tables_prefill import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
 from fi_core.attention.ops import prefill as ops
 from fi_core.attention.wrappers.batch_attention import BatchAttention
@@ -26,6 +27,7 @@ __all__ = [
     "BatchPrefillWithCausalBidirectionalRangesWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "ContextTablesPlan",
     "cudnn_batch_prefill_with_kv_cache",
     "get_batch_prefill_module",
     "get_customize_batch_prefill_module",

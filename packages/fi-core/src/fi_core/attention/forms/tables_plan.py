@@ -106,6 +106,33 @@ def buffers_in(workspace: torch.Tensor, step: Step) -> ops.Buffers:
     return buffers
 
 
+@fi_api
+class ContextTablesPlan:
+    """The schedules of `trtllm_batch_context_with_kv_cache` for all layers of a step (not in FlashInfer).
+
+        step = ContextTablesPlan()   # in each step
+        for layer in layers:
+            trtllm_batch_context_with_kv_cache(..., block_tables, seq_lens, ..., cum_seq_lens_q, ..., plan=step)
+
+    The first layer plans, by a launch of its own before that of its attention; others that are given the same tables
+    and have the same window, heads and dtypes launch their attention alone. Another layer plans for itself and those
+    like it. A plan holds what seq_lens and cum_seq_lens_q had on the device when its first layer ran: make another one
+    where they have changed. Nothing is read on the host.
+    """
+
+    def __init__(self) -> None:
+        self._schedules: dict[Any, tuple[torch.Tensor, Any]] = {}
+
+    def find(self, key: Any) -> torch.Tensor | None:
+        """The schedule that was made for a call like this one."""
+        found = self._schedules.get(key)
+        return found and found[0]
+
+    def keep(self, key: Any, schedule: torch.Tensor, *tables: torch.Tensor | None) -> None:
+        """Keeps a schedule that its call has just planned, and the tables whose addresses the key has."""
+        self._schedules[key] = schedule, tables
+
+
 class _Planned(NamedTuple):
     step: Step
     buffers: ops.Buffers

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fi_core.attention import contract
 from fi_core.attention.contract import LAYOUTS, code, kv_type, results, row_elements, scale_product
 from fi_core.attention.forms.prefill_trace import tables_trace
+from fi_core.attention.forms.tables_plan import ContextTablesPlan
 from fi_core.attention.ops import prefill as ops
 from fi_core.attention.ops.request import Facts
 from fi_core.observe.log import fi_api
@@ -17,6 +18,8 @@ from fi_core.utils import PosEncodingMode, int32_index
 
 if TYPE_CHECKING:
     import torch
+
+    from fi_core.runtime.dispatch import Choice
 
     Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     Scale = float | torch.Tensor
@@ -44,14 +47,14 @@ def attend_once(
     sm_scale: tuple[float, Any] = (1.0, None),
     out_scale: tuple[float, Any] = (1.0, None),
     backend: str = "auto",
+    step: ContextTablesPlan | None = None,
     **options: Any,
 ) -> None:
     """Plans into a new schedule and runs batch prefill; arguments are those of `ops.plan` and `ops.batch_prefill`.
 
-    sm_scale, out_scale: a number, and a scale on the device or None. options: other arguments of batch_prefill.
+    sm_scale, out_scale: a number, and a scale on the device or None. step: keeps the schedule for calls like this one.
+    options: other arguments of batch_prefill.
     """
-    import torch
-
     if q.ndim != 3 or not 0 <= batch_size < 1 << 31:
         raise ValueError(
             "query: [tokens, num_qo_heads, head_dim] and a batch_size of 0 to 2^31 - 1 are required; got shape "
@@ -73,6 +76,39 @@ def attend_once(
             scaled=scaled, split_tables=options.get("v_table_offset", 0) != 0,
         ), ahead=False,
     )  # fmt: skip
+    tables = qo_indptr, kv_indptr, kv_len
+    tile_tokens = ops.tile_tokens(heads, kv_heads, ops.q_tile_rows(choice))
+    numbers = batch_size, rows, heads, kv_heads, page_size, pages_per_request, causal, window_left
+    key = choice, numbers, *(None if x is None else x.data_ptr() for x in tables)
+    schedule = None if step is None else step.find(key)
+    if schedule is None:
+        schedule = _planned_schedule(q, choice, tables, *numbers)
+        if step is not None:
+            step.keep(key, schedule, *tables)
+    ops.batch_prefill(
+        out, lse, schedule, q, k, v, layout, batch_size, tile_tokens, page_indices=page_indices, causal=causal,
+        window_left=window_left, pos_encoding=pos_encoding, sm_scale=sm_scale[0], out_scale=out_scale[0],
+        bmm1_scale=sm_scale[1], bmm2_scale=out_scale[1], backend=backend, **options,
+    )  # fmt: skip
+
+
+def _planned_schedule(
+    q: torch.Tensor,
+    choice: Choice,
+    tables: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    batch_size: int,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    page_size: int,
+    pages_per_request: int,
+    causal: bool,
+    window_left: int,
+) -> torch.Tensor:
+    """A new schedule, by a launch. tables: qo_indptr, kv_indptr and kv_len."""
+    import torch
+
+    qo_indptr, kv_indptr, kv_len = tables
     tile_tokens = ops.tile_tokens(heads, kv_heads, ops.q_tile_rows(choice))
     schedule = q.new_empty(ops.schedule_words(batch_size, rows, tile_tokens), dtype=torch.int32)
     ops.plan(
@@ -81,11 +117,7 @@ def attend_once(
         window_left=window_left, num_kv_heads=kv_heads,
         short_tile_tokens=ops.short_tile_tokens(choice, heads, kv_heads, window_left >= 0),
     )  # fmt: skip
-    ops.batch_prefill(
-        out, lse, schedule, q, k, v, layout, batch_size, tile_tokens, page_indices=page_indices, causal=causal,
-        window_left=window_left, pos_encoding=pos_encoding, sm_scale=sm_scale[0], out_scale=out_scale[0],
-        bmm1_scale=sm_scale[1], bmm2_scale=out_scale[1], backend=backend, **options,
-    )  # fmt: skip
+    return schedule
 
 
 def attend_tables(
@@ -150,6 +182,7 @@ def trtllm_batch_context_with_kv_cache(
     backend: str = "trtllm-gen",
     *,
     logits_soft_cap: float = 0.0,
+    plan: ContextTablesPlan | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Prefill attention over a block table, without a plan: `softmax(mask(q k^T * bmm1_scale)) v * bmm2_scale`
     (TensorRT-LLM).
@@ -171,6 +204,8 @@ def trtllm_batch_context_with_kv_cache(
         lse: fp32 `[qo_tokens, num_qo_heads]`, base 2, written if given.
         backend: "trtllm-gen", "cute-dsl", "cutlass" and "auto" mean the same kernels.
         logits_soft_cap: c > 0 replaces scores by `c tanh(score / c)` (not an argument of FlashInfer).
+        plan: of a step, in which the first layer plans for all; None: each call plans, by a launch of its own (not an
+            argument of FlashInfer).
 
     Returns:
         out, or (out, lse).
@@ -195,7 +230,7 @@ def trtllm_batch_context_with_kv_cache(
         result, lse, query, cache, kv_layout, block_tables, seq_lens, cum_seq_lens_q, uses_shared_paged_kv_idx,
         causal=causal, window_left=window_left, sm_scale=scale_product(1.0, bmm1_scale),
         out_scale=scale_product(1.0, bmm2_scale), sinks=sinks, k_scales=k_scales, v_scales=v_scales,
-        enable_pdl=enable_pdl, soft_cap=logits_soft_cap,
+        enable_pdl=enable_pdl, soft_cap=logits_soft_cap, step=plan,
     )  # fmt: skip
     return (result, lse) if return_lse and lse is not None else result
 

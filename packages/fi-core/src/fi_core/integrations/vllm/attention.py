@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.utils import get_per_layer_parameters
 
 from fi_core.decode import BlockTablesPlan, trtllm_batch_decode_with_kv_cache
 from fi_core.integrations.vllm.prepare import FP8, begin_to_compile
-from fi_core.prefill import trtllm_batch_context_with_kv_cache
+from fi_core.prefill import ContextTablesPlan, trtllm_batch_context_with_kv_cache
 
 if TYPE_CHECKING:
     import torch
@@ -100,11 +100,24 @@ class Metadata:
     prefill: tuple[torch.Tensor, torch.Tensor]
     qo_indptr: torch.Tensor  # of prefill requests, in the tokens of the step
     workspace: torch.Tensor
-    plans: dict[int, BlockTablesPlan]  # by window_left
+    of_layer: tuple[int, int, int, int, torch.dtype, torch.dtype]  # as `BlockTablesPlan.plan` wants it
+    plans: dict[int, BlockTablesPlan]  # of decode, by window_left
+    prefill_plan: ContextTablesPlan
+    planners: dict[int, Impl] = field(default_factory=dict)  # the first layer of each window
+
+    def plan_of(self, layer: Impl) -> BlockTablesPlan:
+        """The plan of the decode requests. The layer that asks first makes it, and again whenever it asks: a graph that
+        is captured of the step then has the launch, and its replays need none.
+        """
+        plan = self.plans[layer.window_left]
+        if self.planners.setdefault(layer.window_left, layer) is layer:
+            tables, lengths = self.decode
+            plan.plan(tables, lengths, *self.of_layer, q_len_per_req=self.q_len, window_left=layer.window_left)
+        return plan
 
 
 class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Builds the metadata of a step without waiting for the device."""
+    """Builds the metadata of a step without a launch, and without waiting for the device."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
@@ -126,6 +139,7 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         )
         cache_dtype = vllm_config.cache_config.cache_dtype
         self.kv_dtype = _fp8(cache_dtype) if cache_dtype in FP8 else kv_cache_spec.dtype
+        self.of_layer = *self.heads, self.q_dtype, self.kv_dtype
         for soft_cap in soft_caps:
             self._load(device, soft_cap)
 
@@ -139,7 +153,7 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         table, length = torch.zeros(2, 1, 1, dtype=torch.int32, device=device).unbind()
         length, starts = length.view(1) + 1, torch.arange(2, dtype=torch.int32, device=device)
         for window_left, plan in self.plans.items():
-            plan.plan(table, length, *self.heads, self.q_dtype, self.kv_dtype, window_left=window_left)
+            plan.plan(table, length, *self.of_layer, window_left=window_left)
             trtllm_batch_decode_with_kv_cache(
                 query, pages, self.workspace, table, length, 1, window_left=window_left, plan=plan
             )
@@ -171,11 +185,6 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         if decodes and prefills:
             decode, prefill = zip(tables.tensor_split((decodes,)), lengths.tensor_split((decodes,)))
             starts = starts[decodes:]
-        if decodes:
-            for window_left, plan in self.plans.items():
-                plan.plan(
-                    *decode, *self.heads, self.q_dtype, self.kv_dtype, q_len_per_req=q_len, window_left=window_left
-                )
         return Metadata(
             decodes,
             prefills,
@@ -184,9 +193,11 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
             step.max_seq_len,
             decode,
             prefill,
-            starts,
-            self.workspace,
-            self.plans,
+            qo_indptr=starts,
+            workspace=self.workspace,
+            of_layer=self.of_layer,
+            plans=self.plans,
+            prefill_plan=ContextTablesPlan(),
         )
 
 
@@ -266,7 +277,7 @@ class Impl(AttentionImpl):  # type: ignore[misc]
                 out=output[:rows],
                 sinks=self.sinks,
                 q_len_per_req=step.q_len,
-                plan=step.plans[self.window_left],
+                plan=step.plan_of(self),
                 logits_soft_cap=self.logits_soft_cap,
             )
         if step.num_prefills:
@@ -287,6 +298,7 @@ class Impl(AttentionImpl):  # type: ignore[misc]
                 out=output,
                 sinks=self.sinks,
                 logits_soft_cap=self.logits_soft_cap,
+                plan=step.prefill_plan,
             )
         return output
 

@@ -91,6 +91,37 @@ SEAMS = {
             "RotaryEmbeddingBase.__init__", "RotaryEmbedding.forward_cuda",
         ),
     },
+    "sglang": {
+        "sglang/srt/layers/attention/attention_registry.py": ("register_attention_backend",),
+        "sglang/srt/layers/attention/base_attn_backend.py": (
+            "AttentionBackend", "AttentionBackend.forward", "AttentionBackend.forward_decode",
+            "AttentionBackend.forward_extend", "AttentionBackend.init_forward_metadata",
+            "AttentionBackend.init_forward_metadata_out_graph", "AttentionBackend.init_forward_metadata_in_graph",
+            "AttentionBackend.init_cuda_graph_state", "AttentionBackend.get_cuda_graph_seq_len_fill_value",
+        ),
+        "sglang/srt/layers/radix_attention.py": ("AttentionType", "RadixAttention.__init__"),
+        "sglang/srt/mem_cache/layout/paged_view.py": ("paged_kv_view",),
+        "sglang/srt/mem_cache/memory_pool.py": (
+            "KVWriteLoc", "KVWriteLoc.for_batch", "MHATokenToKVPool.get_kv_buffer", "MHATokenToKVPool.set_kv_buffer",
+        ),
+        "sglang/srt/mem_cache/swa_memory_pool.py": (
+            "SWAKVPool.set_kv_buffer", "SWAKVPool.translate_loc_from_full_to_swa",
+        ),
+        "sglang/srt/model_executor/forward_batch_info.py": ("ForwardMode", "ForwardBatch"),
+        "sglang/srt/layers/moe/moe_runner/base.py": (
+            "MoeRunnerConfig", "DispatchMoeRunnerCore.__init__", "DispatchMoeRunnerCore.run_from_dispatch",
+        ),
+        "sglang/srt/layers/moe/moe_runner/runner.py": (
+            "register_moe_runner_core", "MoeRunner.__init__", "MoeRunner.run",
+        ),
+        "sglang/srt/layers/moe/moe_runner/triton.py": ("TritonMoeQuantInfo",),
+        "sglang/srt/layers/moe/token_dispatcher/standard.py": ("StandardDispatchOutput", "StandardCombineInput"),
+        "sglang/srt/layers/moe/utils.py": ("get_moe_runner_backend", "resolve_moe_runner_backend"),
+        "sglang/srt/layers/quantization/unquant.py": (
+            "UnquantizedFusedMoEMethod.create_moe_runner", "UnquantizedFusedMoEMethod.load_up_proj_weight_first",
+        ),
+        "sglang/srt/plugins/hook_registry.py": ("HookType", "HookRegistry.register"),
+    },
 }  # fmt: skip
 
 

@@ -1,0 +1,101 @@
+"""SGLang's experts with 16-bit weights, on fi's kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.layers.moe.moe_runner import MoeRunner
+from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+from sglang.srt.layers.moe.utils import get_moe_runner_backend, resolve_moe_runner_backend
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+
+from fi_core.fused_moe import cutlass_fused_moe
+from fi_core.tllm_enums import ActivationType
+
+if TYPE_CHECKING:
+    import torch
+
+_ACTIVATIONS = {"silu": ActivationType.Swiglu, "gelu": ActivationType.Geglu}
+
+
+def _refuse(name: str, required: str, got: Any) -> None:
+    raise NotImplementedError(f"{name}: {required} is required by --moe-runner-backend fi; got {got}")
+
+
+def is_selected() -> bool:
+    return bool(get_moe_runner_backend().value == "fi")
+
+
+def check_runner(runner: Any, runner_backend: Any, *arguments: Any, **options: Any) -> None:
+    """A hook before `MoeRunner.__init__`: no layer gets another runner without a word."""
+    if is_selected() and runner_backend.value != "fi":
+        _refuse("quantization", "experts of 16-bit weights", f"a layer of the runner {runner_backend.value}")
+    if is_selected() and (options.get("lora_enabled") or any(arguments[1:])):
+        _refuse("--enable-lora", "its absence", True)
+
+
+class Method(UnquantizedFusedMoEMethod):  # type: ignore[misc]
+    """SGLang's method for weights of 16 bits; with `--moe-runner-backend fi` its runner is fi's."""
+
+    @property
+    def load_up_proj_weight_first(self) -> bool:  # the order of `cutlass_fused_moe`
+        return is_selected() or bool(super().load_up_proj_weight_first)
+
+    def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
+        if not is_selected():
+            super().create_moe_runner(layer, moe_runner_config)
+            return
+        self.moe_runner_config = moe_runner_config
+        self.runner = MoeRunner(resolve_moe_runner_backend("fi"), moe_runner_config)
+
+
+class Experts(DispatchMoeRunnerCore):  # type: ignore[misc]
+    """The experts of a layer, of this rank."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if config.activation not in _ACTIVATIONS or not config.is_gated:
+            _refuse("activation", "silu or gelu with a gate", (config.activation, config.is_gated))
+        if config.no_combine or config.apply_router_weight_on_input:
+            _refuse("apply_router_weight_on_input, no_combine", "False", True)
+        if config.gemm1_alpha is not None and config.gate_up_interleaved:
+            _refuse("gate_up_interleaved", "halves of gate and up rows", True)
+        self._of_layer: dict[str, Any] | None = None
+
+    @property
+    def runner_backend(self) -> Any:
+        return resolve_moe_runner_backend("fi")
+
+    def _activation(self, weight: torch.Tensor) -> dict[str, Any]:
+        """The activation with its constants for each expert."""
+        import torch
+
+        config, kind = self.config, _ACTIVATIONS[self.config.activation]
+        numbers: dict[str, float | None] = {}
+        if config.swiglu_limit is not None:  # of the product with the sigmoid
+            kind, numbers = ActivationType.SwigluStep, {"swiglu_limit": config.swiglu_limit}
+        elif config.gemm1_alpha is not None:
+            beta = 1.0 if config.gemm1_beta is None else config.gemm1_beta
+            numbers = {
+                "swiglu_alpha": config.gemm1_alpha,
+                "swiglu_beta": beta,
+                "swiglu_limit": config.gemm1_clamp_limit,
+            }
+        of_each = {
+            n: torch.full(weight.shape[:1], x, device=weight.device) for n, x in numbers.items() if x is not None
+        }
+        return {"activation_type": kind, **of_each}
+
+    def run_from_dispatch(self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None) -> Any:
+        """SGLang's combine input `[tokens, hidden]`: a partial sum, if ranks share the experts or their columns."""
+        x, (scales, ids, _) = dispatch_output.hidden_states, dispatch_output.topk_output
+        if self._of_layer is None:
+            self._of_layer = self._activation(quant_info.w13_weight)
+        if runner_config.routed_scaling_factor is not None:
+            scales = scales * runner_config.routed_scaling_factor
+        out = cutlass_fused_moe(
+            x, ids, scales, quant_info.w13_weight, quant_info.w2_weight, x.dtype, fc1_expert_biases=quant_info.b13,
+            fc2_expert_biases=quant_info.b2, **self._of_layer,
+        )  # fmt: skip
+        return StandardCombineInput(hidden_states=out)

@@ -1,8 +1,9 @@
-"""transformers on fi's kernels: `attn_implementation="fi"`, and replacements of norms, rotary embedding and gated MLPs.
+"""transformers on fi's kernels: attention, experts, and replacements of norms, rotary embedding and gated MLPs.
 
     import fi_core.integrations.transformers as fi
     fi.register()
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="fi")
+    fi.register_experts()  # of models that have some
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="fi", experts_implementation="fi")
     fi.replace(model)  # optional
 
 It requires transformers 5, and runs under `torch.no_grad()` or `torch.inference_mode()`: the kernels have no backward.
@@ -13,13 +14,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from fi_core.integrations.experts import experts, register_experts, require_newest
 from fi_core.integrations.plans import attend, attend_ragged
 from fi_core.integrations.replace import replace
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CONTINUOUS", "NAME", "attention", "mask", "register", "replace", "use_in_continuous_batching"]
+__all__ = [
+    "CONTINUOUS",
+    "NAME",
+    "attention",
+    "experts",
+    "mask",
+    "register",
+    "register_experts",
+    "replace",
+    "use_in_continuous_batching",
+]
 
 NAME, CONTINUOUS = "fi", "fi_flash"
 
@@ -46,12 +58,7 @@ def use_in_continuous_batching(model: Any) -> None:
     Raises:
         ImportError: transformers is older than 5.23, which had other names for implementations of continuous batching.
     """
-    import transformers
-
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
-        raise ImportError(
-            f"use_in_continuous_batching: transformers 5.23 or newer is required; got {transformers.__version__}"
-        )
+    require_newest("use_in_continuous_batching")
     register()
     for config in (model.config, model.config.get_text_config()):
         config._attn_implementation_internal = CONTINUOUS

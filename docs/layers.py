@@ -6,7 +6,7 @@ import re
 
 from records import Result, beside, comparison, number, rows, table
 
-COLLECTIVES = {  # by the name of the operation in h200-comm.jsonl
+COLLECTIVES = {  # by the name of the operation in the files of comm
     "all_reduce": "all-reduce",
     "all_reduce + add + rmsnorm": "all-reduce, residual, RMSNorm",
     "finalize of 8 experts + all_reduce + add + rmsnorm": "sum of 8 experts and a shared one, all-reduce, RMSNorm",
@@ -19,10 +19,10 @@ COLLECTIVES = {  # by the name of the operation in h200-comm.jsonl
 SYMMETRIC = "torch symmetric memory"
 
 
-def comm_table() -> str:
+def comm_table(name: str) -> str:
     """One table an operation; of symmetric memory the better one of its one-shot and two-shot kernels."""
     groups: dict[str, list[Result]] = {}
-    for result in beside("comm"):
+    for result in beside(name):
         operation, _, shape = result.case.rpartition(" ")
         peers = {name: us for name, us in result.peers.items() if not name.startswith("symmetric")}
         shots = [us for name, us in result.peers.items() if name not in peers]

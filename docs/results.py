@@ -153,6 +153,7 @@ def families() -> list[Family]:
         Family("linear attention, prefill", "FlashInfer, fla, vLLM", beside("linear-attention", "gdn prefill")),
         Family("linear attention, decode", "fla, vLLM, FlashInfer", beside("linear-attention", "gdn decode|ssu")),
         Family("communication, 2 GPUs", "NCCL, torch symmetric memory", beside("comm")),
+        Family("communication, 4 GPUs", "NCCL, torch symmetric memory", beside("comm-4")),
     ]
 
 
@@ -280,7 +281,8 @@ TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its
     "gemm-floors": floors.gemm_table,
     "mla-floors": floors.mla_table,
     "quantization-floors": floors.quantization_table,
-    "comm": layers.comm_table,
+    "comm": lambda: layers.comm_table("comm"),
+    "comm-4": lambda: layers.comm_table("comm-4"),
     "moe-experts": layers.experts_table,
     "moe-few-tokens": layers.few_tokens_table,
     "linear-attention-prefill": layers.linear_prefill_table,

@@ -45,8 +45,8 @@ def differences(theirs: inspect.Signature, ours: inspect.Signature) -> list[str]
             continue
         own = mine.get(parameter.name)
         if own is None:
-            if _Parameter.VAR_KEYWORD not in takes_all:
-                found.append(f"`{parameter.name}` is missing")
+            hidden = _Parameter.VAR_KEYWORD in takes_all
+            found.append(f"`{parameter.name}` is {'hidden in ** of the function' if hidden else 'missing'}")
         elif parameter.kind is _Parameter.POSITIONAL_OR_KEYWORD and places[place : place + 1] != [parameter.name]:
             where = (
                 "by keyword only" if parameter.name not in places else f"at place {places.index(parameter.name) + 1}"
@@ -82,6 +82,45 @@ def _resolved(path: str) -> Any:
     return functools.reduce(getattr, (first, *rest), importlib.import_module(home)) if home else lacking.resolve(path)
 
 
+def _passed_on(path: str) -> list[inspect.Parameter]:
+    """The parameters of which a function takes those behind its own as `*args, **options`; [] if it passes none on."""
+    from fi_core.attention.wrappers.decode_arguments import SIZE_OPTIONS
+    from fi_core.jit import ops
+
+    owner, _, name = path.rpartition(".")
+    word = name.removeprefix("gen_").removesuffix("_module")
+    if name == "workspace_size" and "Decode" in owner:
+        plan = inspect.signature(_resolved(f"{owner}.plan")).parameters
+        return [plan[option].replace(kind=_Parameter.POSITIONAL_OR_KEYWORD) for option in SIZE_OPTIONS]
+    if owner == "jit" and word in ops._OPTIONS:
+        option, (default, *_) = ops._OPTIONS[word]
+        return [_Parameter(option, _Parameter.POSITIONAL_OR_KEYWORD, default=default)]
+    others = {
+        "workspace_size": f"{owner}.plan", "forward_return_lse": f"{owner}.forward",
+        "get_customize_batch_prefill_module": "jit.gen_customize_batch_prefill_module",
+        "run": "BatchPrefillWithPagedKVCacheWrapper.run",
+    }  # fmt: skip
+    if name not in others:
+        return []
+    found = inspect.signature(_resolved(others[name])).parameters.values()
+    return [p for p in found if p.name != "non_blocking" or name != "workspace_size"]
+
+
+def signature_of(path: str, value: Any) -> inspect.Signature:
+    """The signature, with the parameters that `*args, **options` stand for."""
+    found = inspect.signature(value)
+    variable = _Parameter.VAR_POSITIONAL, _Parameter.VAR_KEYWORD
+    if all(p.kind is not _Parameter.VAR_KEYWORD for p in found.parameters.values()):
+        return found
+    behind = [p for p in _passed_on(path) if p.kind not in variable and p.name not in found.parameters]
+    if not behind:
+        return found
+    own = [p for p in found.parameters.values() if p.kind not in variable]
+    order = sorted([*own, *behind], key=lambda p: p.kind)
+    required = [p.replace(default=None) if p in behind and p.default is p.empty else p for p in order]
+    return found.replace(parameters=required)
+
+
 def compared() -> dict[str, list[str]]:
     """What differs, by the path of each name that fi has: its parameters, or that a member of a class is missing."""
     from fi_core.compat import lacking, names
@@ -92,7 +131,7 @@ def compared() -> dict[str, list[str]]:
             try:
                 value = _resolved(path)
                 theirs = None if entry.parameters is None else lacking.parameters(entry.parameters)
-                found[path] = [] if theirs is None else differences(theirs, inspect.signature(value))
+                found[path] = [] if theirs is None else differences(theirs, signature_of(path, value))
             except AttributeError:
                 found[path] = [f"`{entry.name}` is missing"]
     return found

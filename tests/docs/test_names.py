@@ -34,7 +34,7 @@ def names() -> Iterator[ModuleType]:
         ("a, b=1", "a, b=1, c=2", []),
         ("a, b=1", "self, a, *, b=1", ["`b` by keyword only"]),
         ("a, b", "b, a", ["`a` at place 2", "`b` at place 1"]),
-        ("a, *, b", "a, **options", []),
+        ("a, *, b", "a, **options", ["`b` is hidden in ** of the function"]),
         ("a, b", "a", ["`b` is missing"]),
         ("a=1", "a", ["`a` is required"]),
         ("a", "a, b", ["`b` is required"]),

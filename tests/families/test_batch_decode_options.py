@@ -296,6 +296,11 @@ def test_a_workspace_that_is_too_small_says_how_much_is_needed() -> None:
     assert small.workspace_size(*longer.plan_arguments()) == (need, own), "lengths do not matter"
     none = (None,) * 10  # from logits_soft_cap on
     assert small.workspace_size(*p.plan_arguments(), "NONE", -1, *none) == (need, own)
+    for option in ("non_blocking", "fixed_splits"):
+        with pytest.raises(
+            TypeError, match=f"workspace_size: no option is named {option}; there are pos_encoding_mode"
+        ):
+            small.workspace_size(*p.plan_arguments(), **{option: True})
     assert small.workspace_size(*longer.plan_arguments(), "NONE", -1, *none, 1, False)[0] > need, "fixed_split_size"
 
 

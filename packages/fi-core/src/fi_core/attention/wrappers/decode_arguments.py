@@ -41,6 +41,15 @@ def by_name(function: str, names: Sequence[str], values: Sequence[Any], options:
     return {**named, **options}
 
 
+def options_of_size(names: Sequence[str], values: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """`by_name` of workspace_size, which has no other options. Raises TypeError for one."""
+    given = by_name("workspace_size", names, values, options)
+    unknown = [name for name in options if name not in names]
+    if unknown:
+        raise TypeError(f"workspace_size: no option is named {', '.join(unknown)}; there are {', '.join(names)}")
+    return given
+
+
 def deprecated_positional(plan: F) -> F:
     """Accepts the keyword-only options of `plan` by position, with a warning."""
 

@@ -33,11 +33,11 @@ from fi_core.attention.wrappers.decode_arguments import (
     BACKENDS,
     FOREIGN,
     SIZE_OPTIONS,
-    by_name,
     check_lengths,
     copy_tables,
     deprecated_positional,
     lengths,
+    options_of_size,
 )
 from fi_core.attention.wrappers.plan_state import of_plan
 from fi_core.observe.log import fi_api
@@ -193,7 +193,7 @@ class BatchDecodePlan(BatchWrapper):
         Returns:
             (bytes of the float workspace, bytes of the int workspace).
         """
-        given = by_name("workspace_size", SIZE_OPTIONS, args, options)
+        given = options_of_size(SIZE_OPTIONS, args, options)
         split_kv = split_kv_of(given.get("fixed_split_size"), page_size, given.get("disable_split_kv", False))
         plan = DecodePlan(
             batch_size=indptr.numel() - 1,

@@ -17,7 +17,7 @@ from fi_core.attention.contract import (
 )
 from fi_core.attention.schedule import PrefillPlan
 from fi_core.attention.wrappers.base import check_results
-from fi_core.attention.wrappers.decode_arguments import by_name
+from fi_core.attention.wrappers.decode_arguments import options_of_size
 from fi_core.runtime.errors import blame
 
 if TYPE_CHECKING:
@@ -136,6 +136,11 @@ def batch_of(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, lengths: Mapping[
     return batch_size, rows
 
 
+def allowed_for(kept: str, allowed: str) -> str:
+    """The backend for a mask: no kernel for Hopper alone has masks of items, so the name fa3 means any with them."""
+    return "auto" if kept == "items" and allowed == "fa3" else allowed
+
+
 def items_fields(
     batch: int, prefix_len: Any, positions: Any, length: int, longest: Any, on_device: Callable[..., torch.Tensor]
 ) -> dict[str, Any]:
@@ -175,7 +180,7 @@ def items_fields(
 def size_options(plan: Callable[..., None], args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
     """The arguments of workspace_size behind num_kv_heads that are not None: those of plan without non_blocking."""
     names = [name for name in inspect.signature(plan).parameters if name != "non_blocking"]
-    given = by_name("workspace_size", names[names.index("num_kv_heads") + 1 :], args, options)
+    given = options_of_size(names[names.index("num_kv_heads") + 1 :], args, options)
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -147,6 +147,22 @@ def test_items(lens: list[tuple[int, int]], device: str) -> None:
             assert_close(lse, want_lse, tolerance=(1e-4, 1e-4))
 
 
+def test_items_with_a_soft_cap_on_fa3(device: str) -> None:
+    """The name stands for whatever kernels have masks of items. A prefix of 4 tokens, items of 1, 1 and 0 more."""
+    b = batch([(5, 9)], device=device)
+    prefix, where = 4, [0, 1, 0, 1, 0]
+    mask = torch.tensor([[j <= p and (j < prefix or p < j + where[p - prefix]) for j in range(9)] for p in range(4, 9)])
+    want, _ = b.expected([mask], logits_soft_cap=2.0)
+    for backend in ("auto", "fa2", "fa3"):
+        w = BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend)
+        w.plan(
+            *b.paged_plan(), **b.types(), logits_soft_cap=2.0, token_pos_in_items_len=5,
+            prefix_len_ptr=torch.tensor([prefix], dtype=torch.uint32, device=device),
+            token_pos_in_items_ptr=torch.tensor(where, dtype=torch.uint16, device=device),
+        )  # fmt: skip
+        assert_close(w.run(b.q, b.cache), want)
+
+
 def test_one_prefix_for_all_requests(device: str) -> None:
     b = batch([(6, 9), (8, 8)], device=device)
     own = torch.tensor([0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6], dtype=torch.uint16, device=device)

@@ -31,6 +31,7 @@ from fi_core.attention.wrappers.plan_state import of_plan
 from fi_core.attention.wrappers.prefill_arguments import (
     BACKENDS,
     FOREIGN,
+    allowed_for,
     batch_of,
     check_call,
     check_rows,
@@ -291,7 +292,7 @@ class BatchPrefillPlan(BatchWrapper):
         kept = "items" if fields.get("items") is not None else "plain" if fields["mask"] is None else "custom"
         if kept not in tiled:
             tiled[kept] = self._tiled(plan, kept)
-        plan = tiled[kept].replace(**fields)
+        plan = tiled[kept].replace(**fields, backend=allowed_for(kept, self._allowed))
         self._end(plan, (plan.qo_indptr, plan.indptr, plan.last_page_len, tables[2]), non_blocking)
 
     def _end(self, plan: PrefillPlan, tables: tuple[Any, Any, Any, Any], non_blocking: bool) -> list[int]:
@@ -369,7 +370,8 @@ class BatchPrefillPlan(BatchWrapper):
             PosEncodingMode(plan.pos_encoding).name, kept or plan.kept, self._variant is None and plan.soft_cap > 0.0,
             scaled, alignment=alignment,
         )  # fmt: skip
-        return planned(ops.BATCH_PREFILL, self.device, backend or self._allowed, *facts, ahead=self._variant is None)
+        backend = backend or allowed_for(kept or plan.kept, self._allowed)
+        return planned(ops.BATCH_PREFILL, self.device, backend, *facts, ahead=self._variant is None)
 
     def _out_dtype(self, plan: PrefillPlan) -> Any:
         return plan.o_dtype or plan.q_dtype

@@ -318,6 +318,19 @@ class MLACommonImpl:
         self.num_heads, self.scale, self.kv_cache_dtype = num_heads, scale, given[3]
 
 
+def flashinfer_sampler_supported() -> bool:
+    raise AssertionError("FlashInfer is not there")
+
+
+def flashinfer_sample(logits: torch.Tensor, k: Any, p: Any, generators: Any = None) -> torch.Tensor:
+    raise AssertionError("FlashInfer is not there")
+
+
+def sampling() -> dict[str, Any]:
+    """The functions of vLLM's sampler, for the plugin to change."""
+    return {f.__name__: f for f in (flashinfer_sampler_supported, flashinfer_sample)}
+
+
 def attention_of_qwen3(name: str) -> type:
     """A class for the plugin to change."""
     return type(name, (Qwen3Attention,), {"forward": Qwen3Attention.forward})
@@ -366,6 +379,9 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     f"{LAYERS}.mamba.mamba_utils": {"is_conv_state_dim_first": is_conv_state_dim_first},
     f"{LAYERS}.mamba.ops.causal_conv1d": {"causal_conv1d_update": causal_conv1d_update},
+    "vllm.envs": {"VLLM_USE_FLASHINFER_SAMPLER": True},
+    "vllm.v1.sample": {}, "vllm.v1.sample.ops": {}, "vllm.v1.sample.ops.topk_topp_sampler": sampling(),
+    "vllm.v1.worker.gpu.sample.sampler": sampling(),
     "vllm.model_executor.models": {},
     "vllm.model_executor.models.qwen3": {}, "vllm.model_executor.models.qwen3_moe": {},  # by `install`
     f"{LAYERS}.attention": {},

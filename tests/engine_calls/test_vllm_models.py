@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine_calls import fake_vllm
 from engine_calls import fake_vllm_models as models
 from engine_calls.fake_vllm import PLUGIN, recorded
 from families import linear_attention_reference as linear
@@ -313,6 +314,45 @@ def test_decode_of_a_gated_delta_net(plugin: Any, dtype: torch.dtype, device: st
         assert_close(layer.kv_cache[1][slot], after[-1], tolerance=(0.02, 0.02))
     assert bool(out[:6].isfinite().all()) and bool((out[6] == 7).all())
     assert bool((layer.kv_cache[1][[4, 7]] == states[[4, 7]]).all()), "slots of no request"
+
+
+SAMPLERS = ("vllm.v1.sample.ops.topk_topp_sampler", "vllm.v1.worker.gpu.sample.sampler")
+
+
+@pytest.mark.parametrize("path", SAMPLERS)
+def test_sampling(plugin: Any, path: str, version: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of both of vLLM's samplers are within k and p; what is left out does not filter."""
+    sampler, seams = sys.modules[path], recorded(version)
+    for name, wanted in module("sampler").PARAMETERS.items():
+        assert tuple(x.rstrip("=") for x in seams[name]) == wanted
+        assert tuple(inspect.signature(getattr(sampler, name)).parameters) == wanted
+    logits = rand(400, 50, dtype=torch.float32, device=device)
+    rank = logits.argsort(1, descending=True).argsort(1)
+    k = torch.tensor([1, 3] * 200, dtype=torch.int32, device=device)
+    p = torch.tensor([1.0, 1e-6] * 200, device=device)
+    cases = {"k": (k, None), "p": (None, p), "both": (k, p)}
+    drawn = {
+        name: rank.gather(1, sampler.flashinfer_sample(logits, *x).long()[:, None])[:, 0] for name, x in cases.items()
+    }
+    assert not drawn["k"][::2].any() and set(drawn["k"][1::2].tolist()) == {0, 1, 2}
+    assert len(drawn["p"][::2].unique()) > 10 and not drawn["p"][1::2].any()
+    assert not drawn["both"].any()
+    assert sampler.flashinfer_sampler_supported()
+    monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_USE_FLASHINFER_SAMPLER", False)
+    assert not sampler.flashinfer_sampler_supported()
+
+
+def test_a_changed_sampler_is_left_alone(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FI_VLLM_LAYERS", "1")
+    found = fake_vllm.install(version, monkeypatch)
+    monkeypatch.setattr(sys.modules[SAMPLERS[0]], "flashinfer_sample", lambda logits, k: "another")
+    with caplog.at_level(logging.INFO, "vllm"):
+        found.register()
+    assert sys.modules[SAMPLERS[0]].flashinfer_sample(None, None) == "another"
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith(f"fi does not replace {SAMPLERS[0]}.flashinfer_sample: ")
 
 
 OF_MODEL = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": HIDDEN}

@@ -301,8 +301,8 @@ class Env:
         BOOL,
         False,
         "import",
-        "The plugin of vLLM also offers norms (provider fi) and replaces SwiGLU, rotary embeddings, experts and gated "
-        "delta nets.",
+        "The plugin of vLLM also offers norms (provider fi) and replaces SwiGLU, rotary embeddings, experts, gated "
+        "delta nets and sampling by top-k and top-p.",
     )
 
     # The command line

@@ -1,4 +1,4 @@
-"""vLLM's norms, activation, rotary embedding, experts and gated delta nets on fi's kernels."""
+"""vLLM's norms, activation, rotary embedding, experts, gated delta nets and sampling on fi's kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.quantization import register_quantization_config
 
 import fi_core
-from fi_core.integrations.vllm import gdn, moe, qk_norm
+from fi_core.integrations.vllm import gdn, moe, qk_norm, sampler
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,7 @@ def register() -> None:
     for name in _ROTARY:
         _replace(getattr(rotary, name), Rotary)
     qk_norm.register(Rotary)
+    sampler.register()
     gdn.register(_replace)
     for name, config in moe.register(_replace):
         register_quantization_config(name)(config)

@@ -17,6 +17,8 @@ from engine_calls import fake_vllm_models as models
 from engine_calls.fake_vllm import PLUGIN, recorded
 from families.harness import assert_close, rand
 from families.test_mla import batch as latent_batch
+from fi_core.runtime.launch.operator import Rehearsal
+from fi_core.runtime.spec.target import Target
 
 
 def module(name: str) -> Any:
@@ -139,3 +141,20 @@ def test_the_backend_of_a_model(plugin: Any, latent: bool | None) -> None:
     assert found.get_name() == "CUSTOM" and found.get_impl_cls() and found.get_builder_cls()
     with pytest.raises(AttributeError, match="has no attribute 'Other'"):
         _ = importlib.import_module(path).Other
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_no_latent_kernel_compiles_while_serving(plugin: Any, heads: int, kv: str) -> None:
+    """What decode runs for few and many requests was loaded when the engine made its builder."""
+    fp8 = torch.float8_e4m3fn if kv == "fp8" else None
+    with Rehearsal(Target("cuda", "90a"), 132, 227 * 1024) as rehearsal:
+        builder, impl = latent("cpu", kv, heads, 64)
+        at_start = len(rehearsal.calls)
+        for requests in (1, 64):
+            b = latent_batch([5] * requests, 1, heads, 16, causal=True, kv_dtype=fp8)
+            pages, lens = b.kv_indices.view(-1, 1), b.kv_len
+            metadata = builder.build(pages, lens, b.qo_indptr, requests)
+            impl.forward_mqa(b.q, b.cache, metadata, SimpleNamespace(_k_scale_float=0.5))
+    specs = [str(choice.spec) for choice, _ in rehearsal.calls]
+    assert len(specs) == at_start + 4 and set(specs[at_start:]) <= set(specs[:at_start])

@@ -403,3 +403,25 @@ def test_no_kernel_of_experts_compiles_while_serving(plugin: Any, kind: str) -> 
             apply(method, layer, *routed(tokens, "cpu"))
         ran = {str(choice.spec) for choice, _ in rehearsal.calls if choice.spec.op.name != "moe_layer"}
         assert ran and ran <= prepared, tokens  # moe_layer is no kernel: it chooses those of the layer
+
+
+def test_no_kernel_of_a_gated_delta_net_compiles_while_serving(plugin: Any) -> None:
+    target, gdn = Target("cuda", "90a"), sys.modules[f"{models.LAYERS}.mamba.gdn.qwen_gdn_linear_attn"]
+    described = OF_MODEL | {"linear_num_key_heads": 2, "linear_key_head_dim": 128}
+    prepared = {str(spec) for spec in specs_of_model(described, target, **module("prepare").options(of_engine()))}
+    q, k, v = (rand(1, 70, 2, 128, dtype=torch.bfloat16, device="cpu", seed=i) for i in range(3))
+    gates, starts = torch.ones(1, 70, 2), torch.tensor([0, 70], dtype=torch.int32)
+    layer = gdn.QwenGatedDeltaNetAttention((2, 2), (128, 128))
+    layer.A_log, layer.dt_bias = torch.zeros(2), torch.zeros(2)
+    mixed, a = rand(3, 6 * 128, dtype=torch.bfloat16, device="cpu"), torch.zeros(3, 2, dtype=torch.bfloat16)
+    slots = SimpleNamespace(num_actual_tokens=3, non_spec_state_indices_tensor=torch.arange(3, dtype=torch.int32))
+    for dtype in (torch.bfloat16, torch.float32):
+        states = torch.zeros(4, 2, 128, 128, dtype=dtype)
+        layer.kv_cache = torch.zeros(4, 3, 6 * 128), states
+        with Rehearsal(target, 132, 227 * 1024) as rehearsal:
+            gdn.ChunkGatedDeltaRule()(q, k, v, gates, gates, states[:1], True, starts)
+            layer.decode(
+                mixed_qkv=mixed, b=a, a=a, core_attn_out=torch.zeros(3, 2, 128).bfloat16(), attn_metadata=slots
+            )
+        ran = {str(choice.spec) for choice, _ in rehearsal.calls}
+        assert len(ran) == 2 and ran <= prepared, dtype

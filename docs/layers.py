@@ -139,3 +139,30 @@ def engines_table() -> str:
             cells["tokens"] = f"{row.get('tok_s', 0):,}"
     head = ("attention", "tokens/s", "step ms, batch 1", "batch 16", "batch 64", "its CUDA graph ms")
     return table(head, [(name, *(x[key] for key in ("tokens", 1, 16, 64, "graph"))) for name, x in lines.items()])
+
+
+def stages_table() -> str:
+    """The newest run of an engine: fi's plugin over FlashInfer and over FlashAttention-3 in each stage."""
+    found = [row for row in rows("vllm") if "engine" in row]
+    of = {(row["engine"], row["batch"]): row for row in found}
+    plugin, own = "plugin, FI_VLLM_LAYERS=1, later run", "FlashAttention-3, later run"
+    stages = [(f"a decode step, batch {batch}", "step_ms", batch) for batch in (1, 16, 64)]
+    lines = []
+    for stage, key, batch in [*stages, ("tokens/s, 64 requests", "tok_s", 64)]:
+        value, before, alias, peer = (of[name, batch][key] for name in (plugin, own, "fi by the alias", "FlashInfer"))
+        unit, gain = (
+            ("ms", (before / value, peer / alias)) if key == "step_ms" else ("", (value / before, alias / peer))
+        )
+        text = f"{value:,} {unit}".strip() if key == "tok_s" else f"{value:.2f} {unit}"
+        lines.append(
+            (f"vLLM {found[0]['vllm']}", "16 layers of Qwen3-8B, bf16", stage, text, *(f"{x:.2f}x" for x in gain))
+        )
+    head = (
+        "engine",
+        "model",
+        "stage",
+        "plugin with `FI_VLLM_LAYERS=1`",
+        "over FlashAttention-3",
+        "alias over FlashInfer",
+    )
+    return table(head, lines, left=3)

@@ -291,6 +291,7 @@ TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its
     "host-time": layers.host_time_table,
     "launch-layer": layers.launch_layer_table,
     "vllm": layers.engines_table,
+    "stages": layers.stages_table,
     "gemm-ceilings": ceilings.gemm_table,
     "moe-ceilings": ceilings.moe_table,
     "mla-ceilings": ceilings.mla_table,

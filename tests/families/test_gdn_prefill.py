@@ -128,6 +128,39 @@ def test_pools_and_checkpoints(segment: int | None, channel: bool, device: str) 
     assert_guards(pool)
 
 
+@pytest.mark.parametrize("channel", [False, True])
+def test_states_go_to_other_slots(channel: bool, device: str) -> None:
+    """And a prompt from the state after a multiple of 64 tokens has the bits of the whole, in fp32."""
+    lengths = [200, 70, 0]
+    x = inputs(lengths, device, channel=channel)
+    pool = rand(8, 4, 128, 128, dtype=F32, device=device, seed=8)
+    before = pool.clone()
+    source, target = torch.tensor([5, 2, 1], device=device), torch.tensor([0, -1, 3], dtype=torch.int32, device=device)
+    want = chunk_gated_delta_rule(
+        **x, initial_state=before, output_state=before.clone(), state_indices=source, use_cp=False
+    )
+    out, state = chunk_gated_delta_rule(
+        **x, initial_state=pool, output_state=pool, output_final_state=True, state_indices=source,
+        output_state_indices=target,
+    )  # fmt: skip
+    assert state is pool and torch.equal(out, want)
+    assert torch.equal(pool[1:3], before[1:3]) and torch.equal(pool[4:], before[4:])
+    assert torch.equal(pool[3], before[1]), "an empty sequence copies its state"
+    own = {name: t[:200] if name in ("q", "k", "v", "g", "beta") else t for name, t in x.items()}
+    other, first = before.clone(), 0
+    for end, (read, written) in ((128, (5, 6)), (200, (6, 7))):
+        part = {name: t[first:end] if name in ("q", "k", "v", "g", "beta") else t for name, t in own.items()}
+        part["cu_seqlens"] = torch.tensor([0, end - first], device=device)
+        piece, _ = chunk_gated_delta_rule(
+            **part, initial_state=other, output_state=other, output_final_state=True,
+            state_indices=torch.tensor([read], device=device),
+            output_state_indices=torch.tensor([written], device=device),
+        )  # fmt: skip
+        assert torch.equal(piece, out[first:end])
+        first = end
+    assert torch.equal(other[7], pool[0])
+
+
 @pytest.mark.parametrize("state_dtype", [BF16, F16])
 def test_narrow_states(state_dtype: torch.dtype, device: str) -> None:
     x = inputs([66], device)
@@ -258,6 +291,10 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"backend": "triton"}, ValueError, "backend must be one of"),
     ({"checkpoint_every_n_tokens": 65}, ValueError, "checkpoint_every_n_tokens must be a multiple of 64"),
     ({"checkpoint_every_n_tokens": 64}, ValueError, "state_checkpoints and checkpoint_cu_starts must be given"),
+    ({"output_state_indices": torch.zeros(1, dtype=torch.int32), "output_final_state": True}, ValueError,
+     "output_state must be given with state_indices and output_state_indices"),
+    ({"output_state_indices": torch.tensor([9]), "output_state": torch.zeros(2, 4, 128, 128)}, ValueError,
+     "output_state_indices must"),
     ({"state_indices": torch.zeros(1, dtype=torch.int32), "output_final_state": True}, ValueError,
      "output_state must be given"),
     ({"g": torch.ones(5, 2)}, ValueError, "g must have shape"),

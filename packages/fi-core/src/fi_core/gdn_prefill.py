@@ -104,6 +104,8 @@ def chunk_gated_delta_rule(
     _cp_chunk_len: int | None = None,
     backend: str = "auto",
     max_seqlen: int | None = None,
+    *,
+    output_state_indices: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Computes a gated delta rule over packed sequences (arXiv:2412.06464), also with a gate for each channel of k
     (Kimi Delta Attention, arXiv:2510.26692).
@@ -131,12 +133,15 @@ def chunk_gated_delta_rule(
         checkpoint_cu_starts: `[N + 1]`, int32 or int64.
         checkpoint_every_n_tokens: a multiple of 64, or 0.
         use_cp: "auto" or True: long sequences are split into segments where there are few heads, which changes results
-            by rounding; False: they are not.
+            by rounding; False: they are not. "auto" means False with output_state_indices: then a prompt from a state
+            in fp32 after a multiple of 64 tokens has the bits of the whole prompt.
         state_indices: `[N]`, int32 or int64, distinct slots: initial_state and output_state are pools
             `[P, H, V, K]` whose rows are read and written. Both must then be given to be read and written.
         _cp_chunk_len: tokens of a segment, unless use_cp is False; None: the library's choice.
         backend: "auto", "flashinfer", "sm90" or "cutlass"; all of them select the kernels of this library.
         max_seqlen: accepted; it has no effect.
+        output_state_indices: `[N]`, int32 or int64: the slots of output_state that are written, if others than those
+            read; negative ones are not. A slot that one sequence writes must not be read by another.
 
     Returns:
         output, or (output, output_state) if output_final_state.
@@ -158,23 +163,25 @@ def chunk_gated_delta_rule(
     if use_cp not in ("auto", True, False) or backend not in _BACKENDS:
         raise _wrong_option(use_cp, backend)
     heads, sequences = q_heads if q_heads > v_heads else v_heads, ends - 1
-    if output is None:
-        output = q.new_empty(tokens, heads, dim_v)
+    output = q.new_empty(tokens, heads, dim_v) if output is None else output
     if output_state is None and output_final_state:
         import torch
 
-        if state_indices is not None:
-            raise ValueError("output_state must be given with state_indices")
+        if state_indices is not None or output_state_indices is not None:
+            raise ValueError("output_state must be given with state_indices and output_state_indices")
         output_state = q.new_empty(sequences, heads, dim_v, dim, dtype=torch.float32)
     segment_tokens, workspace = 0, None
+    more: dict[str, Any] = {} if output_state_indices is None else {"output_state_indices": output_state_indices}
     if q.is_cuda or rehearsal():
-        facts = (tokens, heads, dim, sequences, bool(use_cp), _cp_chunk_len, g is not None and g.ndim == 3)
+        splits = use_cp is True or (bool(use_cp) and not more)
+        facts = (tokens, heads, dim, sequences, splits, _cp_chunk_len, g is not None and g.ndim == 3)
         segment_tokens, size = _sizes_on(q.get_device(), *facts) if q.is_cuda else _sizes(multiprocessors_of(0), *facts)
         workspace = q.new_empty(size // 2)  # elements of 2 bytes: another dtype is slower
-    more: dict[str, Any] = {"segment_tokens": segment_tokens} if segment_tokens else {}
+    if segment_tokens:
+        more["segment_tokens"] = segment_tokens
     if checkpoint_every_n_tokens:
-        more.update(state_checkpoints=state_checkpoints, checkpoint_cu_starts=checkpoint_cu_starts)
-        more["checkpoint_every_n_tokens"] = checkpoint_every_n_tokens
+        more.update(state_checkpoints=state_checkpoints, checkpoint_cu_starts=checkpoint_cu_starts,
+                    checkpoint_every_n_tokens=checkpoint_every_n_tokens)  # fmt: skip
     _chunk(  # mostly by position, and only what is given: names are slower
         output, q, k, v, cu_seqlens, scale or (dim or 1) ** -0.5, workspace, g, beta, use_qk_l2norm_in_kernel,
         initial_state, output_state=output_state, state_indices=state_indices, **more,

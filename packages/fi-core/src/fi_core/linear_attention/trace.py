@@ -276,7 +276,7 @@ _PREFILL = TraceTemplate(
     samples=samples({"dtype": ("bfloat16", "float16"), "num_q_heads, num_v_heads": ((2, 4), (2, 2))}),
     work=_work,
     tolerance={"final_state": (1e-4, 1e-4)},
-    others=("state_indices", "state_checkpoints", "checkpoint_cu_starts", "checkpoint_every_n_tokens"),
+    others=words("state_indices output_state_indices state_checkpoints checkpoint_cu_starts checkpoint_every_n_tokens"),
     description="Gated delta rule over packed sequences.",
 )
 _PREFILL_CHANNELS = dataclasses.replace(

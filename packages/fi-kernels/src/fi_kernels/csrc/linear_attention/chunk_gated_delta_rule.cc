@@ -61,7 +61,7 @@ void run_cpu(const ChunkGatedDeltaRuleParams& p, DType dtype) {
       if (p.checkpoint_tokens.value && done % p.checkpoint_tokens.value == 0)
         move(p.checkpoints, p.checkpoint_starts.at(i) + done / p.checkpoint_tokens.value - 1, true);
     }
-    if (p.output.data && slot >= 0) move(p.output, slot, true);
+    if (const int64_t to = p.output_slot(i); p.output.data && to >= 0) move(p.output, to, true);
   });
 }
 #endif
@@ -162,7 +162,10 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
   p.slots = index_table(a.state_indices, a.q, sequences, 0);
   Dim rows{a.state_indices ? "slots" : "sequences", a.state_indices ? -1 : sequences}, kept{"checkpoints"};
   p.initial = states_of(a.initial_state, a.q, rows, heads, dim_v, dim_k);
-  p.output = states_of(a.output_state, a.q, rows, heads, dim_v, dim_k);
+  p.to_slots = index_table(a.output_state_indices, a.q, sequences, 0);
+  Dim to_rows{"slots"};
+  p.output = states_of(a.output_state, a.q, p.to_slots.data ? to_rows : rows, heads, dim_v, dim_k);
+  FI_CHECK(!p.to_slots.data || p.output.data, ValueError, "output_state must be given with output_state_indices");
   FI_CHECK(a.checkpoint_every_n_tokens >= 0 && a.checkpoint_every_n_tokens % kChunkTokens == 0 &&
                a.checkpoint_every_n_tokens < (int64_t{1} << 31),
            ValueError, "checkpoint_every_n_tokens must be a multiple of %d; got %lld", kChunkTokens,
@@ -191,6 +194,7 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
   if (kernel.checks_contents(a.q.device())) {
     check_offsets(Integers(kernel, a.cu_seqlens), tokens);
     if (p.initial.data || p.output.data) check_slots(kernel, a.state_indices, rows);
+    check_slots(kernel, a.output_state_indices, to_rows);
     if (p.checkpoint_tokens.value)
       check_checkpoints(Integers(kernel, a.cu_seqlens), Integers(kernel, a.checkpoint_cu_starts),
                         p.checkpoint_tokens.value, kept);

@@ -42,9 +42,10 @@ struct ChunkGatedDeltaRuleParams {
   float* maps;     // workspace: N [dim_v, dim_k] and M [dim_k, dim_k] of each segment and head, if there are segments
   float* carried;  // workspace: the state [dim_v, dim_k] before each segment and head
   ChunkStatesView initial, output, checkpoints;
-  IndexTable offsets;                                                                               // [sequences + 1]
-  IndexTable slots;                                                                                 // [sequences]
-  IndexTable checkpoint_starts;                                                                     // [sequences + 1]
+  IndexTable offsets;            // [sequences + 1]
+  IndexTable slots;              // [sequences]
+  IndexTable to_slots;           // [sequences]: of `output`; absent: slots
+  IndexTable checkpoint_starts;  // [sequences + 1]
   int64_t q_strides[2], k_strides[2], v_strides[2], out_strides[2], g_strides[2], beta_strides[2];  // token, head
   int32_t sequences, dim_k, dim_v;
   Divisor heads;
@@ -58,6 +59,11 @@ struct ChunkGatedDeltaRuleParams {
   bool l2norm, has_tiles, channel_gates;
   void* decayed;  // workspace with channel_gates: of each chunk and head three tiles, as ChunkTile lays them out, dtype
                   // of q: diag(G) K, scale diag(G) Q, diag(G_last / G) K
+
+  // The slot that takes the last state of a sequence; negative: none.
+  FI_HOST_DEVICE int64_t output_slot(int64_t sequence) const {
+    return to_slots.data ? to_slots.at(sequence) : slots.or_row(sequence);
+  }
 };
 
 }  // namespace fi

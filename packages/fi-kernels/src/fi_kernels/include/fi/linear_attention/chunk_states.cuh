@@ -127,7 +127,8 @@ struct ChunkStates {
     if constexpr (kMaps) {
       move_state_of<true, float>(segment_states(p.maps + (place.is_map ? kD * kD : 0), 2), number, place, state);
     } else {
-      if (p.output.data && slot >= 0 && span.is_last(p)) move_state<true>(p.output, slot, place, state);
+      const int64_t to = p.output_slot(span.sequence);
+      if (p.output.data && to >= 0 && span.is_last(p)) move_state<true>(p.output, to, place, state);
     }
   }
 

@@ -1,4 +1,4 @@
-"""checkpointing_ssu: acceptance of drafts, bits, packed requests, padding, refusals."""
+"""checkpointing_ssu and replayssm_materialize: acceptance of drafts, bits, packed requests, padding, refusals."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from families.harness import rand, strided
+from families.harness import assert_close, rand, strided
 from fi_core.mamba import (
     allocate_checkpointing_ssu_scratch,
     checkpointing_ssu,
+    replayssm_materialize,
     selective_state_update,
 )
 
@@ -133,6 +134,53 @@ def test_packed_requests_and_padding(device: str) -> None:
         assert torch.equal(x[[1, 2]], start[name][[1, 2]])
 
 
+@pytest.mark.parametrize("state_dtype", [F32, BF16])
+def test_states_of_a_prefix_of_the_ring(state_dtype: torch.dtype, device: str) -> None:
+    """In other slots, for many layers; source and rings stay, and no token means a copy."""
+    rows, layers = 16, []
+    for seed in range(2):
+        ring = rings(rows, device, state_dtype)
+        ring["state"] = rand(SLOTS, HEADS, DIM, N, dtype=state_dtype, device=device, seed=seed)
+        ring["x_cache"] = rand(*ring["x_cache"].shape, dtype=BF16, device=device, seed=seed + 3)
+        ring["B_cache"] = rand(*ring["B_cache"].shape, dtype=BF16, device=device, seed=seed + 4)
+        ring["dt_cache"] = rand(*ring["dt_cache"].shape, dtype=F32, device=device, seed=seed + 5).abs()
+        layers.append(ring)
+    rates = [-rand(HEADS, dtype=F32, device=device, seed=7 + i).abs() for i in range(2)]
+    before = [{name: x.clone() for name, x in ring.items()} for ring in layers]
+
+    def table(name: str) -> list[torch.Tensor]:
+        pools = [ring[name] for ring in layers]
+        return [torch.tensor([p.data_ptr() for p in pools], device=device),
+                torch.tensor([p.stride(0) for p in pools], device=device)]  # fmt: skip
+
+    none = torch.zeros(2, dtype=torch.int64, device=device)
+    src, dst = ints([0, 1, 3], [2, 0, 1], device=device), ints([2, -1, 1], [1, 3, 0], device=device)
+    starts, lengths = ints(14, 3, 0, device=device), ints(5, 12, 0, device=device)
+    replayssm_materialize(
+        *table("state"), *table("x_cache"), *table("B_cache"), *table("dt_cache"),
+        torch.tensor([a.data_ptr() for a in rates], device=device), none, none, src, dst, starts, lengths,
+        ints(2, 0, -1, device=device), state_dtype=state_dtype, input_dtype=BF16, matrixA_dtype=F32, dim=DIM,
+        dstate=N, num_heads=HEADS, heads_per_group=HEADS // GROUPS, max_window=12, ring_buffer_len=rows,
+    )  # fmt: skip
+    for i, (ring, old) in enumerate(zip(layers, before)):
+        for name in ring.keys() - {"state"}:
+            assert torch.equal(ring[name], old[name])
+        after = old["state"].clone()
+        for request in (2, 0):
+            source, target = int(src[i, request]), int(dst[i, request])
+            s = old["state"][source].double()
+            for j in range(int(lengths[request])):
+                row = (int(starts[request]) + j) % rows
+                dt = old["dt_cache"][source, :, row].double()[:, None, None]
+                b = old["B_cache"][source, :, row].double().repeat_interleave(HEADS // GROUPS, 0)[:, None]
+                s = torch.exp(dt * rates[i].double()[:, None, None]) * s
+                s = s + dt * old["x_cache"][source, :, row].double()[..., None] * b
+            if not int(lengths[request]):
+                assert torch.equal(ring["state"][target], old["state"][source])
+            after[target] = s.to(state_dtype)
+        assert_close(ring["state"], after, tolerance=(1e-5, 1e-5) if state_dtype is F32 else (1e-2, 1e-2))
+
+
 def test_scratch_is_accepted(device: str) -> None:
     scratch = allocate_checkpointing_ssu_scratch(1, HEADS, 4, 12, BF16, device)
     assert [tuple(x.shape) for x in scratch] == [(1, HEADS, 32, 8), (1, HEADS, 16), (1, HEADS, 32, 8)]
@@ -167,3 +215,31 @@ def test_refusals() -> None:
     short = {name: x[:, :, :4] if name.endswith("_cache") else x for name, x in rings(16, "cpu").items()}
     with pytest.raises(ValueError, match="x_cache must have up to 16 rows more"):
         call(short, given, "cpu")
+
+
+def test_refusals_of_materialize() -> None:
+    """Tables are checked for their shapes, and what integers hold, but addresses."""
+    table, slots = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int32)
+    per_request, active = torch.zeros(2, dtype=torch.int32), ints(1, -1, device="cpu")
+    tables = [f"{name}_{kind}" for name in ("state", "x_cache", "B_cache", "dt_cache", "state_scale")
+              for kind in ("ptrs", "slot_strides")] + ["A_ptrs"]  # fmt: skip
+    good: dict[str, Any] = {
+        **{name: table.clone() for name in tables},
+        "src_slots": slots, "dst_slots": slots, "ring_start": per_request, "replay_prefix_len": per_request,
+        "active_request_indices": active, "state_dtype": F32, "input_dtype": BF16, "matrixA_dtype": F32, "dim": DIM,
+        "dstate": N, "num_heads": HEADS, "heads_per_group": 2, "max_window": 12, "ring_buffer_len": 16,
+    }  # fmt: skip
+    for changes, error, words in (
+        ({"state_dtype": torch.int8}, TypeError, "state_dtype must be float32 or float16 or bfloat16; got int8"),
+        ({"input_dtype": F32}, TypeError, "input_dtype must be bfloat16 or float16; got float32"),
+        ({"rand_seed": torch.ones(1)}, NotImplementedError, "rand_seed: not supported"),
+        ({"A_ptrs": torch.zeros(2, dtype=torch.int64)}, ValueError, "A_ptrs must have shape"),
+        ({"src_slots": slots.long()}, TypeError, "src_slots must be int32"),
+        ({"heads_per_group": 3}, ValueError, "heads_per_group must divide num_heads"),
+        ({"max_window": 17}, ValueError, "max_window must be in 1 to 16"),
+        ({"replay_prefix_len": ints(0, 13, device="cpu")}, ValueError, "replay_prefix_len must be in 0 to 12"),
+        ({"ring_start": ints(0, 16, device="cpu")}, ValueError, "ring_start must be in 0 to 15"),
+        ({"active_request_indices": ints(2, -1, device="cpu")}, ValueError, "active_request_indices must be below 2"),
+    ):
+        with pytest.raises(error, match=words):
+            replayssm_materialize(**{**good, **changes})

@@ -164,7 +164,7 @@ FAMILIES = {
         Family("mhc", flags.MHC, ("mhc_post", "mhc_pre_big_fuse", "mhc_pre_big_fuse_with_prenorm")),
         Family("mamba", flags.MAMBA, ("selective_state_update",), ("flashinfer",)),
         Family("mamba_prefill", flags.SSD, ("ssd_combined_fwd",)),
-        Family("mamba_ring", flags.RING, ("checkpointing_ssu",)),
+        Family("mamba_ring", flags.RING, ("checkpointing_ssu", "replayssm_materialize")),
         Family("causal_conv1d", flags.CONV, ("causal_conv1d_fn", "causal_conv1d_update")),
         Family(
             "gdn",

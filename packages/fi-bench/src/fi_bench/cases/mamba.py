@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from fi_bench.case import Inputs
+from fi_bench.case import Case, Inputs, Tolerance, Work, dtype_of
 from fi_bench.described import described, sizes_of
 
 if TYPE_CHECKING:
@@ -75,6 +76,84 @@ def _torch_ring(x: Inputs) -> Any:
     return x.out, x.state, x.x_cache, x.B_cache, x.dt_cache
 
 
+_LAYERS = 4
+_HELD = 5  # tokens that are replayed
+
+
+def _rings(p: Namespace, device: Any, generator: Any) -> Inputs:
+    """Of each request, slot i of each layer goes to slot batch_size + i."""
+    from fi_core.observe.draw import Draw
+
+    draw, n = Draw(device, generator, nasty=False), p.batch_size
+    dtype, state, heads = dtype_of(p.input_dtype), dtype_of(p.state_dtype), (_LAYERS, 2 * n, p.nheads)
+    rows = draw.integers(0, n, (_LAYERS, n)) * 0 + draw.permutation(n)
+    return Inputs(
+        state=draw.normal((*heads, p.dim, p.dstate), state),
+        x_cache=draw.normal((*heads, p.ring, p.dim), dtype),
+        B_cache=draw.normal((_LAYERS, 2 * n, p.ngroups, p.ring, p.dstate), dtype),
+        dt_cache=draw.normal((*heads, p.ring), "float32").abs(),
+        A=-draw.normal((_LAYERS, p.nheads), "float32").abs(),
+        src_slots=rows,
+        dst_slots=rows + n,
+        ring_start=draw.integers(0, p.ring, (n,)),
+    )
+
+
+def _materialize(function: Any, x: Inputs) -> Any:
+    """The tables of addresses are made in the first, untimed call."""
+    import torch
+
+    call = x.__dict__.get("call")
+    if call is None:
+        tables: dict[str, Any] = {}
+        for name in ("state", "x_cache", "B_cache", "dt_cache"):
+            pools = x[name].unbind(0)
+            tables[f"{name}_ptrs"] = torch.tensor([pool.data_ptr() for pool in pools]).to(x.state.device)
+            tables[f"{name}_slot_strides"] = torch.tensor([pool.stride(0) for pool in pools]).to(x.state.device)
+        rates = torch.tensor([rate.data_ptr() for rate in x.A.unbind(0)]).to(x.state.device)
+        call = x.__dict__["call"] = functools.partial(
+            function, **tables, A_ptrs=rates, state_scale_ptrs=rates * 0, state_scale_slot_strides=rates * 0,
+            src_slots=x.src_slots, dst_slots=x.dst_slots, ring_start=x.ring_start,
+            replay_prefix_len=torch.full_like(x.ring_start, _HELD),
+            active_request_indices=torch.arange(len(x.ring_start), dtype=torch.int32, device=x.state.device),
+            state_dtype=x.state.dtype, input_dtype=x.x_cache.dtype, matrixA_dtype=x.A.dtype, dim=x.state.shape[3],
+            dstate=x.state.shape[4], num_heads=x.state.shape[2], heads_per_group=x.state.shape[2] // x.B_cache.shape[2],
+            max_window=_HELD, ring_buffer_len=x.x_cache.shape[3],
+        )  # fmt: skip
+    call()
+    return x.state
+
+
+def _replayed(x: Inputs, dtype: Any) -> torch.Tensor:
+    """The states, with those of the destinations, computed in dtype."""
+    group = x.state.shape[2] // x.B_cache.shape[2]
+    found: torch.Tensor = x.state.clone() if dtype is None else x.state.to(dtype)
+    for layer in range(_LAYERS):
+        source = x.src_slots[layer].long()
+        state, rate = found[layer, source].to(dtype or x.A.dtype), x.A[layer].to(dtype or x.A.dtype)
+        for j in range(_HELD):
+            at = source, slice(None), ((x.ring_start + j) % x.x_cache.shape[3]).long()
+            step, value, key = (t[layer][at].to(state.dtype) for t in (x.dt_cache, x.x_cache, x.B_cache))
+            added = (step[..., None] * value)[..., None] * key.repeat_interleave(group, 1)[:, :, None]
+            state = state * (step * rate).exp()[..., None, None] + added
+        found[layer, x.dst_slots[layer].long()] = state.to(found.dtype)
+    return found
+
+
+def _materialize_reference(x: Inputs) -> dict[str, Any]:
+    import torch
+
+    return {"state": _replayed(x, torch.float64)}
+
+
+def _materialize_work(p: Namespace, x: Inputs) -> Work:
+    """Reads a state and its inputs, writes a state."""
+    states = x.state.numel() // 2
+    row = x.x_cache.element_size() * _LAYERS * p.batch_size * _HELD
+    inputs = row * (p.nheads * p.dim + p.ngroups * p.dstate)
+    return Work(3 * states * _HELD, 2 * states * x.state.element_size() + inputs)
+
+
 def _ssd(p: Namespace) -> dict[str, Any]:
     return sizes_of(
         p, "batch_size", "seq_len", "nheads", "dim", "dstate", "ngroups", "has_z", "dt_softplus",
@@ -105,5 +184,17 @@ CASES = (
     described("mamba.causal_conv1d_fn", _conv, None, _torch_conv, op="causal_conv1d"),
     described("mamba.causal_conv1d_update", _conv, None, _torch_conv_update, op="causal_conv1d"),
     described("mamba.checkpointing_ssu", _ring, None, _torch_ring, op="checkpointing_ssu"),
+    Case(
+        routine="replayssm_materialize",
+        function="mamba.replayssm_materialize",
+        make=_rings,
+        call=_materialize,
+        outputs=lambda x, _: {"state": x.state},
+        reference=_materialize_reference,
+        work=_materialize_work,
+        torch=lambda x: x.state.copy_(_replayed(x, None)),
+        op="replayssm_materialize",
+        tolerance={"state": Tolerance(1e-2, 1e-2)},
+    ),
     described("mamba.ssd_combined_fwd", _ssd, None, _torch_ssd, op="ssd_combined"),
 )

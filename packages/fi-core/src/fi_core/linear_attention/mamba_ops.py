@@ -56,7 +56,7 @@ def _ring_unit(name: str, params: str, axes: Values) -> Unit:
     dtype, state, columns = DTYPES[axes["dtype"]], DTYPES[axes["state"]], axes["dstate"]
     rows = min(4, 512 // columns)  # of a lane
     cta_rows = 16 * rows
-    size = 4 * (3 * _RING_TOKENS * columns + 2 * _RING_TOKENS * (cta_rows + 2)) + 16
+    size = 2 * (3 * _RING_TOKENS * columns + 2 * _RING_TOKENS * cta_rows) + 4 * 4 * _RING_TOKENS + 16
     body = f"{name}<{dtype.device}, {state.device}, {columns}, {rows}, {size}>"
     entry = Entry(name, body, 128, RingConfig(cta_rows), size, ctas_per_sm=4 if columns <= 128 else 3)
     return Unit(f"fi/linear_attention/{name}.cuh", params, (entry,))
@@ -64,6 +64,10 @@ def _ring_unit(name: str, params: str, axes: Values) -> Unit:
 
 def _checkpointing_unit(axes: Values) -> Unit:
     return _ring_unit("checkpointing_ssu", "CheckpointingSsuParams", axes)
+
+
+def _materialize_unit(axes: Values) -> Unit:
+    return _ring_unit("replayssm_materialize", "ReplayssmMaterializeParams", axes)
 
 
 _RING_TOKENS = 16  # that are replayed, and that are new
@@ -89,7 +93,25 @@ CHECKPOINTING_SSU = Op(
     prebuilt=({"dtype": "bf16"},),
 )
 
+REPLAYSSM_MATERIALIZE = Op(
+    name="replayssm_materialize",
+    family="linear_attention",
+    # What is written lies at the addresses of state_ptrs.
+    arguments="Tensor(a!) state_ptrs, Tensor state_slot_strides, Tensor x_cache_ptrs, Tensor x_cache_slot_strides, "
+    "Tensor B_cache_ptrs, Tensor B_cache_slot_strides, Tensor dt_cache_ptrs, Tensor dt_cache_slot_strides, "
+    "Tensor A_ptrs, Tensor src_slots, Tensor dst_slots, Tensor ring_start, Tensor replay_prefix_len, "
+    "Tensor active_request_indices, int state_dtype, int input_dtype, int matrix_dtype, int dim, int dstate, "
+    "int num_heads, int heads_per_group, int max_window, int ring_buffer_len, int pad_slot_id=-1, "
+    "bool? enable_pdl=None",
+    fields=_RING_FIELDS,
+    axes=_RING_AXES,
+    config=RingConfig,
+    implementations=(Implementation("cpu", ON_CPU), Implementation("cuda_core", _RING_STATES, _materialize_unit)),
+    prebuilt=({"dtype": "bf16"},),
+)
+
 checkpointing_ssu = operator(CHECKPOINTING_SSU)
+replayssm_materialize = operator(REPLAYSSM_MATERIALIZE)
 
 
 class SsdConfig(NamedTuple):

@@ -8,6 +8,7 @@ from fi_core.linear_attention.ops import selective_state_update as _update
 from fi_core.linear_attention.trace import SELECTIVE
 from fi_core.mamba.checkpointing_ssu import allocate_checkpointing_ssu_scratch, checkpointing_ssu
 from fi_core.mamba.conv import causal_conv1d_fn, causal_conv1d_update
+from fi_core.mamba.replayssm_materialize import replayssm_materialize
 from fi_core.mamba.ssd_combined import SSDCombined, mamba_chunk_scan_combined_varlen, ssd_combined_fwd
 from fi_core.observe.log import fi_api
 
@@ -21,6 +22,7 @@ __all__ = [
     "causal_conv1d_update",
     "checkpointing_ssu",
     "mamba_chunk_scan_combined_varlen",
+    "replayssm_materialize",
     "selective_state_update",
     "ssd_combined_fwd",
 ]

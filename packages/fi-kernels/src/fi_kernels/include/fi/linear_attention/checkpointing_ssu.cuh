@@ -25,72 +25,85 @@ FI_DEVICE void checkpointing_ssu(const CheckpointingSsuParams& p) {
     begin = offsets.at(n);
     tokens = static_cast<int>(min(offsets.at(n + 1) - begin, static_cast<int64_t>(p.tokens)));
   }
-  const int64_t slot = load_index(p.slots, n), g = divide(h, p.group);
-  if (tokens <= 0 || p.is_padding(slot)) return pdl_launch_dependents();
-  const int start = p.start[slot], held = min(p.held[slot], kRingTokens), end = held + tokens;
+  const int64_t g = divide(h, p.group);
+  if (tokens <= 0) return pdl_launch_dependents();
+  const int64_t slot = load_index(p.slots, n);
+  // All copies first: what waits for the slot, and for the rows of its ring, comes behind what does not.
+  const auto at_token = [&](const void* base, const int64_t (&strides)[3], int64_t head, int t) {
+    return static_cast<const T*>(base) + n * strides[0] + (begin + t) * strides[1] + head * strides[2];
+  };
+  Ring::template each_vector<Ring::kCtaRows>(tokens, cta_rows, [&](int t, int element) {
+    cp_async_16(&shared.x[kRingTokens + t][element], at_token(p.x, p.x_strides, h, t) + first_row + element);
+  });
+  Ring::template each_vector<kK>(tokens, kK, [&](int t, int element) {
+    cp_async_16(&shared.b[kRingTokens + t][element], at_token(p.b, p.b_strides, g, t) + element);
+    cp_async_16(&shared.c[t][element], at_token(p.c, p.c_strides, g, t) + element);
+  });
+  const int thread = threadIdx.x;
+  const float rate = p.a[h * p.a_stride];
+  float new_dt = 0.f;
+  if (thread < tokens) {
+    new_dt = number(p.dt, n * p.dt_strides[0] + (begin + thread) * p.dt_strides[1] + h * p.dt_strides[2]);
+    if (p.dt_bias.data) new_dt += number(p.dt_bias, h * p.dt_bias_stride);
+    if (p.softplus) new_dt = softplus(new_dt);
+    shared.dt[kRingTokens + thread] = new_dt;
+    shared.decay[kRingTokens + thread] = expf(new_dt * rate);
+  }
+  if (p.is_padding(slot)) {
+    cp_async_wait<0>();
+    return pdl_launch_dependents();
+  }
+  const int start = p.start[slot], held = min(p.held[slot], kRingTokens);
   S* own = static_cast<S*>(p.state) + slot * p.state_strides[0] + h * p.state_strides[1] +
            (first_row + row) * p.state_strides[2];
   typename Tile::Words words;
   words.load(own, p.state_strides[2], 1, cta_rows - row);
-
-  const auto at_token = [&](const void* base, const int64_t (&strides)[3], int64_t head, int t) {
-    return static_cast<const T*>(base) + n * strides[0] + (begin + t) * strides[1] + head * strides[2];
-  };
   T* x_ring = static_cast<T*>(p.x_ring) + slot * p.x_ring_strides[0] + h * p.x_ring_strides[1] + first_row;
   T* b_ring = static_cast<T*>(p.b_ring) + slot * p.b_ring_strides[0] + g * p.b_ring_strides[1];
   float* dt_ring = p.dt_ring + slot * p.dt_ring_strides[0] + h * p.dt_ring_strides[1];
-  const bool stores_b = tile == 0 && h == g * p.group.value;
-  Ring::load_rows(
-      shared.x, 0, end, cta_rows,
-      [&](int i) -> const T* {
-        return i < held ? x_ring + p.ring_row(start, i) * p.x_ring_strides[2]
-                        : at_token(p.x, p.x_strides, h, i - held) + first_row;
-      },
-      [&](int i, int element, const typename Ring::Words& vec) {
-        if (i >= held) store(x_ring + p.ring_row(start, i) * p.x_ring_strides[2] + element, vec);
-      });
-  Ring::load_rows(
-      shared.b, 0, end, kK,
-      [&](int i) -> const T* {
-        return i < held ? b_ring + p.ring_row(start, i) * p.b_ring_strides[2] : at_token(p.b, p.b_strides, g, i - held);
-      },
-      [&](int i, int element, const typename Ring::Words& vec) {
-        if (i >= held && stores_b) store(b_ring + p.ring_row(start, i) * p.b_ring_strides[2] + element, vec);
-      });
-  Ring::load_rows(
-      shared.c, 0, tokens, kK, [&](int i) -> const T* { return at_token(p.c, p.c_strides, g, i); },
-      [](int, int, const typename Ring::Words&) {});
-  if (threadIdx.x < end) {
-    const int i = threadIdx.x;
-    float* kept = dt_ring + p.ring_row(start, i) * p.dt_ring_strides[2];
-    float dt;
-    if (i < held) {
-      dt = *kept;
-    } else {
-      dt = number(p.dt, n * p.dt_strides[0] + (begin + i - held) * p.dt_strides[1] + h * p.dt_strides[2]);
-      if (p.dt_bias.data) dt += number(p.dt_bias, h * p.dt_bias_stride);
-      if (p.softplus) dt = softplus(dt);
-      if (tile == 0) *kept = dt;
-    }
-    shared.dt[i] = dt;
-    shared.decay[i] = expf(dt * p.a[h * p.a_stride]);
+  const auto ring_row = [&](int i) {  // start + i < 3 ring
+    int at = start + i;
+    at -= at >= p.ring ? p.ring : 0;
+    return static_cast<int64_t>(at - (at >= p.ring ? p.ring : 0));
+  };
+  Ring::template each_vector<Ring::kCtaRows>(held, cta_rows, [&](int i, int element) {
+    cp_async_16(&shared.x[i][element], x_ring + ring_row(i) * p.x_ring_strides[2] + element);
+  });
+  Ring::template each_vector<kK>(held, kK, [&](int i, int element) {
+    cp_async_16(&shared.b[i][element], b_ring + ring_row(i) * p.b_ring_strides[2] + element);
+  });
+  if (thread < held) {
+    const float dt = dt_ring[ring_row(thread) * p.dt_ring_strides[2]];
+    shared.dt[thread] = dt;
+    shared.decay[thread] = expf(dt * rate);
   }
+  if (thread < tokens && tile == 0) dt_ring[ring_row(held + thread) * p.dt_ring_strides[2]] = new_dt;
   const float skip = p.d.data ? number(p.d, h * p.d_stride) : 0.f;
+  cp_async_wait<0>();
   __syncthreads();
+  // The new inputs go behind those held.
+  Ring::template each_vector<Ring::kCtaRows>(tokens, cta_rows, [&](int t, int element) {
+    store(x_ring + ring_row(held + t) * p.x_ring_strides[2] + element,
+          load<T, Ring::kVec>(&shared.x[kRingTokens + t][element]));
+  });
+  if (tile == 0 && h == g * p.group.value)
+    Ring::template each_vector<kK>(tokens, kK, [&](int t, int element) {
+      store(b_ring + ring_row(held + t) * p.b_ring_strides[2] + element,
+            load<T, Ring::kVec>(&shared.b[kRingTokens + t][element]));
+    });
 
   Tile state(words);
-  float value[kRows];
-  for (int i = 0; i < held; ++i) Ring::replay(shared, i, row, state, value);
+  for (int i = 0; i < held; ++i) Ring::replay(shared, i, row, state);
   if (p.stores_state(held)) state.store(own, p.state_strides[2], 1, cta_rows - row);
   const int kept = row + Ring::kept_row();  // the row of the CTA whose output this lane has, as others of its group
   const bool stores = kept < cta_rows && Tile::lane() % (Tile::kLanes / Ring::kKept) == 0;
   for (int t = 0; t < tokens; ++t) {
-    Ring::replay(shared, held + t, row, state, value);
+    Ring::replay(shared, kRingTokens + t, row, state);
     float weights[Tile::kColumns];
     Ring::columns_of(shared.c[t], weights);
     float result = Ring::multiply(state, weights);
     if (!stores) continue;
-    result = fmaf(skip, shared.x[held + t][kept], result);
+    result = fmaf(skip, to_float(shared.x[kRingTokens + t][kept]), result);
     if (p.z) {
       const float gate = to_float(at_token(p.z, p.z_strides, h, t)[first_row + kept]);
       result *= CudaMath::scaled_sigmoid(gate, gate);

@@ -1,5 +1,6 @@
-// The inputs of tokens that a CTA replays into a state, in shared memory as floats, and the state in registers.
+// The inputs of tokens that a CTA replays into a state, in shared memory, and the state in registers.
 #pragma once
+#include "fi/cuda/ptx/cp_async.cuh"
 #include "fi/linear_attention/checkpointing_ssu.h"
 #include "fi/linear_attention/state_tile.cuh"
 
@@ -7,55 +8,47 @@ namespace fi {
 
 constexpr int kRingThreads = 128;
 
-// T: of x, B and C. S: of the state. A CTA has kCtaRows rows of a state of kK columns.
+// T: of x, B and C. S: of the state. A CTA has kCtaRows rows of a state of kK columns. Held tokens have places from 0
+// on, new ones from kRingTokens on.
 template <class T, class S, int kK, int kRows>
 struct RingTokens {
   using Tile = StateTile<S, kK, kRows>;
   static constexpr int kVec = 8, kCtaRows = kRingThreads / 32 * Tile::kWarpRows;
-  using Words = Vec<T, kVec>;
   struct Shared {
-    alignas(16) float b[2 * kRingTokens][kK], c[kRingTokens][kK];
-    alignas(16) float x[2 * kRingTokens][kCtaRows];
+    alignas(16) T b[2 * kRingTokens][kK], c[kRingTokens][kK];
+    alignas(16) T x[2 * kRingTokens][kCtaRows];
     float dt[2 * kRingTokens], decay[2 * kRingTokens];
   };
 
-  // Rows of kWidth elements of 16 bits: from(i) is the address of row i, or null; store(i, element, words) takes a
-  // copy.
-  template <int kWidth, class From, class Store>
-  FI_DEVICE static void load_rows(float (*to)[kWidth], int first, int end, int width, From&& from, Store&& keep) {
+  // f(row, element) for each vector of `count` rows of `width` elements, spread over the CTA.
+  template <int kWidth, class F>
+  FI_DEVICE static void each_vector(int count, int width, F&& f) {
     constexpr int kChunks = kWidth / kVec;
-    for (int at = threadIdx.x; at < (end - first) * kChunks; at += kRingThreads) {
-      const int row = first + at / kChunks, element = at % kChunks * kVec;
-      if (element >= width) continue;
-      const auto words = load<T, kVec>(from(row) + element);
-      float values[kVec];
-      to_float(words, values);
-#pragma unroll
-      for (int i = 0; i < kVec; i += 4)
-        *reinterpret_cast<float4*>(&to[row][element + i]) =
-            make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
-      keep(row, element, words);
-    }
+    for (int at = threadIdx.x; at < count * kChunks; at += kRingThreads)
+      if (at % kChunks * kVec < width) f(at / kChunks, at % kChunks * kVec);
   }
 
-  FI_DEVICE static void columns_of(const float (&row)[kK], float (&f)[Tile::kColumns]) {
+  FI_DEVICE static void columns_of(const T (&row)[kK], float (&f)[Tile::kColumns]) {
 #pragma unroll
     for (int i = 0; i < Tile::kColumns; i += 4) {
-      const float4 words = *reinterpret_cast<const float4*>(&row[Tile::column(i)]);
-      f[i] = words.x, f[i + 1] = words.y, f[i + 2] = words.z, f[i + 3] = words.w;
+      float part[4];
+      to_float(load<T, 4>(&row[Tile::column(i)]), part);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) f[i + e] = part[e];
     }
   }
 
-  // A token in the state; its inputs stay in `value`. row: of the CTA.
-  FI_DEVICE static void replay(const Shared& shared, int token, int row, Tile& state, float (&value)[kRows]) {
+  // A token in the state. row: of the CTA, the first of this lane.
+  FI_DEVICE static void replay(const Shared& shared, int token, int row, Tile& state) {
     float in[Tile::kColumns], added[kRows];
     columns_of(shared.b[token], in);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) value[r] = shared.x[token][row + r], added[r] = shared.dt[token] * value[r];
+    for (int r = 0; r < kRows; ++r) added[r] = shared.dt[token] * to_float(shared.x[token][row + r]);
     state.update(shared.decay[token], added, in);
   }
 
-  // Of each row the product with a vector, in the order of Tile::multiply_alike: a lane gets the row of number kept_row().
+  // Of each row the product with a vector, in the order of Tile::multiply_alike: a lane gets the row of number
+  // kept_row().
   static constexpr int kKept = kRows < Tile::kLanes ? kRows : Tile::kLanes;
   FI_DEVICE static int kept_row() { return Tile::lane() / (Tile::kLanes / kKept); }
   FI_DEVICE static float multiply(const Tile& state, const float (&f)[Tile::kColumns]) {

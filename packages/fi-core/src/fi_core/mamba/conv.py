@@ -24,6 +24,11 @@ def _silu(activation: Any) -> bool:
         ) from None
 
 
+def _given(**arguments: Any) -> dict[str, Any]:
+    """Those that are not None: names are slower than defaults."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
 def _no_list(x: Any, name: str, other: str) -> None:
     if x is not None and not hasattr(x, "dtype"):
         raise TypeError(
@@ -91,12 +96,18 @@ def causal_conv1d_fn(
     if x.ndim != 2:
         raise ValueError(f"x must have shape [dim, T]; got {list(x.shape)}")
     out = torch.empty_like(x)
+    more = _given(
+        null_block_id=null_block_id, initial_state_idx=initial_state_idx, num_computed_tokens=num_computed_tokens,
+        block_idx_first_scheduled_token=block_idx_first_scheduled_token,
+        block_idx_last_scheduled_token=block_idx_last_scheduled_token,
+    )  # fmt: skip
+    if block_size_to_align:
+        more["block_size_to_align"] = block_size_to_align
+    if has_initial_state is None:
+        more["reads_states"] = False
     _conv(
         out.t(), x.t(), weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state,
-        silu=_silu(activation), pad_slot_id=pad_slot_id, null_block_id=-1 if null_block_id is None else null_block_id,
-        initial_state_idx=initial_state_idx, block_idx_first_scheduled_token=block_idx_first_scheduled_token,
-        block_idx_last_scheduled_token=block_idx_last_scheduled_token, num_computed_tokens=num_computed_tokens,
-        block_size_to_align=block_size_to_align, reads_states=has_initial_state is not None,
+        _silu(activation), pad_slot_id, **more,
     )  # fmt: skip
     return out
 
@@ -159,10 +170,14 @@ def causal_conv1d_update(
     rows, results = x, out
     if not packed:
         rows, results = (t.unsqueeze(1) if t.ndim == 2 else t.transpose(1, 2) for t in (x, out))
+    more = _given(
+        null_block_id=null_block_id, initial_state_idx=initial_state_idx, num_accepted_tokens=num_accepted_tokens,
+        block_idx_last_scheduled_token=block_idx_last_scheduled_token,
+    )  # fmt: skip
+    if packed:
+        more["max_query_len"] = max_query_len
     _conv(
-        results, rows, weight, bias, conv_state, query_start_loc, conv_state_indices, silu=_silu(activation),
-        pad_slot_id=pad_slot_id, null_block_id=-1 if null_block_id is None else null_block_id,
-        initial_state_idx=initial_state_idx, block_idx_last_scheduled_token=block_idx_last_scheduled_token,
-        num_accepted_tokens=num_accepted_tokens, max_query_len=max_query_len if packed else -1,
+        results, rows, weight, bias, conv_state, query_start_loc, conv_state_indices, None, _silu(activation),
+        pad_slot_id, **more,
     )  # fmt: skip
     return out

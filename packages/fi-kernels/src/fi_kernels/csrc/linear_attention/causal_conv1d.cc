@@ -206,11 +206,13 @@ void check_contents(const Kernel& kernel, const CausalConv1dArgs& a, const Causa
 }
 
 #if FI_CUDA
-// Tokens of a CTA: as many as leave each SM four CTAs, so that few inputs are read twice.
+// Tokens of a CTA: about 64, so that few inputs are read twice, in whole waves of four CTAs an SM: with a little more
+// than four waves 16,384 tokens of 8,192 channels took 168 us on an H200, where a copy took 128.
 int32_t tile_tokens(int64_t tokens, int64_t sequences, int64_t channel_tiles, int64_t multiprocessors) {
-  int64_t tile = 64;
-  while (tile > 8 && (tokens / tile + sequences) * channel_tiles < 4 * multiprocessors) tile /= 2;
-  return static_cast<int32_t>(tile);
+  const int64_t wave = std::max<int64_t>(4 * multiprocessors / channel_tiles, 1);  // tiles
+  const int64_t waves = std::max<int64_t>((tokens + 32 * wave) / (64 * wave), 1);
+  const int64_t tiles = std::max<int64_t>(waves * wave - sequences, 1);
+  return static_cast<int32_t>(std::clamp<int64_t>((tokens / tiles + 4) / 4 * 4, 8, 128));
 }
 #endif
 

@@ -96,6 +96,12 @@ FI_DEVICE void causal_conv1d(const CausalConv1dParams& p) {
   const T* x = static_cast<const T*>(p.x) + row * p.x_strides[0] + begin * p.x_strides[1] + channel * p.x_strides[2];
   T* out = static_cast<T*>(p.out) + row * p.out_strides[0] + begin * p.out_strides[1] + channel * p.out_strides[2];
   const auto input = [&](int64_t t) { return load<T, kVec>(x + t * p.x_strides[1]); };
+  Vec<T, kVec> ahead[kStep];
+  const auto load_ahead = [&](int64_t t) {
+#pragma unroll
+    for (int u = 0; u < kStep; ++u) ahead[u] = t + u < end ? input(t + u) : zero;
+  };
+  load_ahead(first);
   const int64_t from = p.slot_in(n, p.from_column);
   if (p.is_padding(from)) {
     for (int64_t t = first; t < end; ++t) store(out + t * p.out_strides[1], zero);
@@ -109,12 +115,6 @@ FI_DEVICE void causal_conv1d(const CausalConv1dParams& p) {
     return has_history ? load_conv_state<T, kVec>(p, from, channel, first_input + kBefore + t) : zero;
   };
 
-  Vec<T, kVec> ahead[kStep];
-  const auto load_ahead = [&](int64_t t) {
-#pragma unroll
-    for (int u = 0; u < kStep; ++u) ahead[u] = t + u < end ? input(t + u) : zero;
-  };
-  load_ahead(first);
   float window[kBefore + kStep][kVec];  // the inputs before those of a step, then these
 #pragma unroll
   for (int k = 0; k < kBefore; ++k) to_float(any_input(first - kBefore + k), window[k]);
@@ -148,7 +148,14 @@ FI_DEVICE void causal_conv1d(const CausalConv1dParams& p) {
   // its slot.
   const auto store_state = [&](int64_t slot, int64_t after) {
     const int64_t count = p.accepted.data ? kBefore - 1 + after : kBefore;
-    for (int64_t i = 0; i < count; ++i) store_conv_state(p, slot, channel, i, any_input(after - count + i));
+    for (int64_t i = 0; i < count; i += kBefore) {
+      Vec<T, kVec> kept[kBefore];  // all loads first
+#pragma unroll
+      for (int k = 0; k < kBefore; ++k) kept[k] = i + k < count ? any_input(after - count + i + k) : zero;
+#pragma unroll
+      for (int k = 0; k < kBefore; ++k)
+        if (i + k < count) store_conv_state(p, slot, channel, i + k, kept[k]);
+    }
   };
   const int64_t states = p.stored_states(n);
   for (int64_t i = 0; i < states; ++i) {

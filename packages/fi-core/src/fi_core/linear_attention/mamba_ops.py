@@ -117,31 +117,41 @@ replayssm_materialize = operator(REPLAYSSM_MATERIALIZE)
 class SsdConfig(NamedTuple):
     step: int  # 0: prepares chunks, 1: goes through them, 2: and stores states in between
     columns: int  # of dim, of a CTA
+    cluster: int  # CTAs that copy for each other
+    stages: int  # of copies
 
 
 _CHUNK = 64  # tokens
 SSD_CHUNK_BYTES = 2 * CHUNK_MATRIX + 4 * 4 * _CHUNK  # of the workspace, of a chunk and head
 
 
-def _ssd_entries(axes: Values, suffix: str, matrix: int, alignment: int, ctas: int) -> tuple[Entry, ...]:
-    """matrix: bytes of the scores of a chunk. ctas: that fit an SM."""
-    dtype, width, columns = DTYPES[axes["dtype"]], axes["width"], min(axes["dim"], 64)
+def _prepare_entry(axes: Values) -> Entry:
+    dtype, width = DTYPES[axes["dtype"]], axes["width"]
     size = 2 * 2 * _CHUNK * width + 3 * 4 * 8 * _CHUNK + 128
-    entries = [Entry("ssd_prepare", f"ssd_prepare<{dtype.device}, {width}, {size}>", 128, SsdConfig(0, 0), size, 4)]
-    size = 2 * (2 * _CHUNK * (2 * width + columns) + matrix + 4 * 4 * _CHUNK) + 2 * alignment
-    for step, name, flag in ((1, "ssd_states", "false"), (2, "ssd_states_checkpoints", "true")):
-        body = f"ssd_states{suffix}<{dtype.device}, {width}, {columns}, {flag}, {size}>"
-        entries.append(Entry(name, body, 2 * columns, SsdConfig(step, columns), size, ctas))
-    return tuple(entries)
+    return Entry("ssd_prepare", f"ssd_prepare<{dtype.device}, {width}, {size}>", 128, SsdConfig(0, 0, 1, 0), size, 4)
+
+
+def _ssd_entry(axes: Values, step: int, cluster: int, stages: int, wgmma: bool) -> Entry:
+    """With four stages a CTA has an SM alone: for so few heads that no SM gets two."""
+    dtype, width, columns = DTYPES[axes["dtype"]], axes["width"], min(axes["dim"], 64)
+    matrix, alignment = (12 * 512, 1024) if wgmma else (2 * CHUNK_MATRIX, 128)
+    size = stages * (2 * _CHUNK * (2 * width + columns) + matrix + 4 * 4 * _CHUNK) + 2 * alignment
+    name, flag = ("ssd_states", "false") if step == 1 else ("ssd_states_checkpoints", "true")
+    more = f"{'true' if cluster == 2 else 'false'}, {stages}, " if wgmma else ""
+    suffix = "_wgmma" if wgmma else ""
+    body = f"ssd_states{suffix}<{dtype.device}, {width}, {columns}, {flag}, {more}{size}>"
+    config = SsdConfig(step, columns, cluster, stages)
+    return Entry(f"{name}_{cluster}_{stages}", body, 2 * columns, config, size, 2 if wgmma and stages == 2 else 1)
 
 
 def _ssd_unit(axes: Values) -> Unit:
-    entries = _ssd_entries(axes, "", 2 * CHUNK_MATRIX, 128, 1)
+    entries = (_prepare_entry(axes), *(_ssd_entry(axes, step, 1, 2, False) for step in (1, 2)))
     return Unit("fi/linear_attention/ssd_combined.cuh", "SsdCombinedParams", entries)
 
 
 def _ssd_wgmma_unit(axes: Values) -> Unit:
-    entries = _ssd_entries(axes, "_wgmma", 12 * 512, 1024, 2)
+    forms = [(step, cluster, stages) for step in (1, 2) for cluster in (2, 1) for stages in (4, 2)]
+    entries = (_prepare_entry(axes), *(_ssd_entry(axes, *form, True) for form in forms))
     return Unit("fi/linear_attention/ssd_combined_sm90.cuh", "SsdCombinedParams", entries)
 
 

@@ -17,17 +17,22 @@ _CHUNK = 64  # tokens, of the kernels
 _REFERENCE_CHUNK = 128  # tokens, of seq_chunk_cumsum
 
 
+_UNBOUNDED = (0.0, float("inf"))
+
+
 def _scan(
     out: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
-    sequences: int, **more: Any,
+    sequences: int, dt_limit: tuple[float, float], **more: Any,
 ) -> None:  # fmt: skip
     """x `[b, T, heads, dim]`. The workspace holds the decayed scores of each chunk and head."""
     workspace = None
     if x.is_cuda or rehearsal():
         chunks = x.shape[0] * x.shape[1] // _CHUNK + sequences
         workspace = x.new_empty(chunks * x.shape[2] * SSD_CHUNK_BYTES // 2)
-    low, high = more.pop("dt_limit")
-    _ssd(out, x, dt, A, B, C, workspace, dt_low=float(low), dt_high=float(high), **more)
+    given = {name: value for name, value in more.items() if value is not None}  # names are slower
+    if dt_limit != _UNBOUNDED:
+        given["dt_low"], given["dt_high"] = float(dt_limit[0]), float(dt_limit[1])
+    _ssd(out, x, dt, A, B, C, workspace, **given)
 
 
 def _offsets(seq_idx: torch.Tensor, sequences: int) -> torch.Tensor:

@@ -234,11 +234,20 @@ void ssd_combined(const Kernel& kernel, const SsdCombinedArgs& a) {
                 describe(kernel, p.c_tiles, a.C, p.c_strides) && describe(kernel, p.x_tiles, a.x, p.x_strides);
   const auto start = [&](const Entry& entry, int64_t ctas) {
     Launch launch{ctas};
+    launch.cluster = static_cast<unsigned>(SsdCombinedConfig::of(entry).cluster);
     launch.pdl = kernel.pdl(a.enable_pdl);
     kernel.launch(entry, launch, a.x.device(), p);
   };
+  // A pair has two slices of a head, or two heads of a group. More stages are for so few CTAs that an SM has one.
+  const int64_t sms = kernel.multiprocessors(a.x.device());
   const auto entry_of = [&](int64_t step) -> const Entry& {
-    return kernel.first_entry([=](const Entry& entry) { return SsdCombinedConfig::of(entry).step == step; });
+    return kernel.first_entry([&](const Entry& entry) {
+      const auto config = SsdCombinedConfig::of(entry);
+      if (config.step != step || step == 0) return config.step == step;
+      const int64_t slices = dim / config.columns;
+      return (config.cluster == 1 || slices == 2 || p.group.value % 2 == 0) &&
+             (config.stages == 2 || sequences * heads * slices <= sms);
+    });
   };
   if (total > 0) start(entry_of(0), chunks * p.units.value);
   const Entry& states = entry_of(p.checkpoints_each ? 2 : 1);

@@ -8,7 +8,7 @@
 namespace fi {
 
 // Products of 64 rows in registers of a warpgroup with tiles of 64 tokens.
-template <class T, int kD>
+template <class T, int kD, int kStages = 2>
 struct WgmmaProducts {
   using Tile = ChunkTile<kD>;
   using Matrix = PairedTriangle;
@@ -17,7 +17,7 @@ struct WgmmaProducts {
 
   // Of the copies of each stage; empty: the other CTA of a pair has read its stage.
   struct Arrivals {
-    Barrier full[2], empty[2];
+    Barrier full[kStages], empty[kStages];
   };
   FI_DEVICE static void prepare(Arrivals& arrivals) {
     fence();  // zeros that this thread has written
@@ -27,9 +27,9 @@ struct WgmmaProducts {
     fence_barrier_init();
     fence();
   }
-  FI_DEVICE static void wait(Arrivals& arrivals, int c) { arrivals.full[c % 2].wait(c / 2 % 2); }
+  FI_DEVICE static void wait(Arrivals& arrivals, int c) { arrivals.full[c % kStages].wait(c / kStages % 2); }
   // The barrier of a chunk.
-  FI_DEVICE static Barrier& arrival(Arrivals& arrivals, int c) { return arrivals.full[c % 2]; }
+  FI_DEVICE static Barrier& arrival(Arrivals& arrivals, int c) { return arrivals.full[c % kStages]; }
   template <int kColumns>
   FI_DEVICE static void load_tile(char* tile, const TensorMap& map, Barrier& full, int column, int head, int token) {
     tma_load_tile<kColumns>(reinterpret_cast<T*>(tile), Tile::kBlockBytes / 2, map, full, column, head, token);
@@ -63,11 +63,11 @@ struct WgmmaProducts {
   FI_DEVICE static unsigned rank() { return cluster_rank(); }
   // By one thread: tells the other CTA that it may write the stage of a chunk here.
   FI_DEVICE static void give_stage(Arrivals& arrivals, int c) {
-    arrivals.empty[c % 2].arrive_at(cluster_rank() ^ 1);  // order: cluster: counts only; data completes bytes
+    arrivals.empty[c % kStages].arrive_at(cluster_rank() ^ 1);  // order: cluster: counts only; data completes bytes
   }
-  // By one thread: until this CTA may write it there. No chunk has had the first two stages.
+  // By one thread: until this CTA may write it there. No chunk has had the first stages.
   FI_DEVICE static void take_stage(Arrivals& arrivals, int c) {
-    if (c >= 2) arrivals.empty[c % 2].wait((c / 2 + 1) % 2);
+    if (c >= kStages) arrivals.empty[c % kStages].wait((c / kStages + 1) % 2);
   }
 
   // order: writer: by each thread before the barrier behind which wgmma and TMA see what it has stored or cp.async

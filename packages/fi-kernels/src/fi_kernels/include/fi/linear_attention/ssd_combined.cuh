@@ -8,7 +8,7 @@ namespace fi {
 
 template <class T, int kD, int kColumns, bool kCheckpoints, int kBytes>
 FI_DEVICE void ssd_states(const SsdCombinedParams& p) {
-  run_in_shared<SsdStates<T, kD, kColumns, MmaProducts<T, kD>, kCheckpoints>, 128, kBytes>(p);
+  run_in_shared<SsdStates<T, kD, kColumns, MmaProducts<T, kD>, kCheckpoints, false, 2>, 128, kBytes>(p);
 }
 
 }  // namespace fi

@@ -5,9 +5,10 @@
 
 namespace fi {
 
-template <class T, int kD, int kColumns, bool kCheckpoints, int kBytes>
+template <class T, int kD, int kColumns, bool kCheckpoints, bool kPair, int kStages, int kBytes>
 FI_DEVICE void ssd_states_wgmma(const SsdCombinedParams& p) {
-  run_in_shared<SsdStates<T, kD, kColumns, WgmmaProducts<T, kD>, kCheckpoints>, 1024, kBytes>(p);
+  run_in_shared<SsdStates<T, kD, kColumns, WgmmaProducts<T, kD, kStages>, kCheckpoints, kPair, kStages>, 1024, kBytes>(
+      p);
 }
 
 }  // namespace fi

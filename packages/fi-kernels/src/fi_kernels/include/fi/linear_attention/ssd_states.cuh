@@ -10,10 +10,12 @@ namespace fi {
 // A CTA has kColumns of the dim of a head, a warp 16 of them, which are rows of the state. All products are of
 // transposed matrices: the state is, rounded, the operand a of C S^T, and x^T that of the others, so warps exchange
 // nothing, and the state never leaves registers. Products computes them, by mma.sync or wgmma; both have the same
-// accumulators. kCheckpoints: states are also stored in between.
-template <class T, int kD, int kColumns, class Products, bool kCheckpoints>
+// accumulators. kCheckpoints: states are also stored in between. kPair: two CTAs next to each other are a cluster with
+// one sequence and one group, and copy B and C for each other: without that all CTAs together read 4.5 TB/s from L2 on
+// an H200, 46 KB of each chunk and head.
+template <class T, int kD, int kColumns, class Products, bool kCheckpoints, bool kPair, int kStages>
 struct SsdStates {
-  static constexpr int kThreads = 2 * kColumns, kSteps = kD / 16, kBlocks = kChunkTokens / 16, kStages = 2;
+  static constexpr int kThreads = 2 * kColumns, kSteps = kD / 16, kBlocks = kChunkTokens / 16, kAhead = kStages - 1;
   static constexpr int kCount = kChunkTokens / 2, kStateCount = kD / 2;  // accumulators of a lane
   using Tile = ChunkTile<kD>;
   using Matrix = typename Products::Matrix;
@@ -31,6 +33,7 @@ struct SsdStates {
     int64_t token, tokens;                      // the first of the sequence, and how many
     int sequence, head, column, chunk, chunks;  // column: the first of the CTA; chunk: number of the first
     int64_t group;
+    float skip[2];  // D, of the two rows of this lane
   };
   enum Factor { kSum, kDecay, kWeight, kStep };  // as SsdCombinedParams::factors
 
@@ -48,10 +51,15 @@ struct SsdStates {
     place.token = p.begin_of(sequence), place.tokens = p.length_of(sequence);
     place.chunk = p.first_chunk(sequence);
     place.chunks = static_cast<int>((place.tokens + kChunkTokens - 1) / kChunkTokens);
+    const int64_t row = place.column + 16 * warp() + lane() / 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      place.skip[half] = p.d.data ? number(p.d, place.head * p.d_stride + (row + 8 * half) * p.d_dim_stride) : 0.f;
     Matrix::template clear<kThreads>(shared.scores);
     Products::prepare(shared.arrivals);
-    if constexpr (Products::kAsync) __syncthreads();  // barriers are ready before another warp copies
-    if (place.chunks > 0) load_stage(place, 0);
+    if constexpr (kPair) Products::meet();
+    if constexpr (Products::kAsync && !kPair) __syncthreads();  // barriers are ready before another warp copies
+    for (int c = 0; c < kAhead && c < place.chunks; ++c) load_stage(place, c);
     float state[kStateCount] = {};
     const int64_t from = p.from_slots.or_row(sequence), to = p.to_slots.or_row(sequence);
     if (p.initial.data && from >= 0) move_state<false>(p.initial, from, place, state);
@@ -63,8 +71,12 @@ struct SsdStates {
         Products::fence();  // NOTE: it waits for all copies of this thread, also later ones
       }
       __syncthreads();
+      if constexpr (kPair) {
+        if (threadIdx.x == kThreads - 32 && c > 0 && c + kAhead < place.chunks)
+          Products::give_stage(shared.arrivals, c + kAhead);
+      }
       Products::wait(shared.arrivals, c);
-      compute(place, c, c + 1 < place.chunks, next, state);
+      compute(place, c, c + kAhead < place.chunks, next, state);
     }
     pdl_launch_dependents();
     if (p.final.data && to >= 0) move_state<true>(p.final, to, place, state);
@@ -119,8 +131,16 @@ struct SsdStates {
       full.arrive_expect(LowerTriangle::kBytes + sizeof shared.factors[0] +
                          (tiles ? 2 * Tile::kBytes + Values::kBytes : 0));
     const int group = static_cast<int>(place.group);
-    if (warp() == 0 && tiles) Products::template load_tile<kD>(shared.c[stage], p.c_tiles, full, 0, group, token);
-    if (warp() == 1 && tiles) Products::template load_tile<kD>(shared.b[stage], p.b_tiles, full, 0, group, token);
+    if constexpr (kPair) {
+      Products::take_stage(shared.arrivals, c);
+      const bool is_first = Products::rank() == 0;  // copies C, the other one B
+      if (tiles && warp() < kD / 64)
+        Products::share_block(is_first ? shared.c[stage] : shared.b[stage], is_first ? p.c_tiles : p.b_tiles, full,
+                              warp(), group, token);
+    } else {
+      if (warp() == 0 && tiles) Products::template load_tile<kD>(shared.c[stage], p.c_tiles, full, 0, group, token);
+      if (warp() == 1 && tiles) Products::template load_tile<kD>(shared.b[stage], p.b_tiles, full, 0, group, token);
+    }
     if (warp() == 2) {
       Products::template load_matrix<false>(shared.scores[stage], scores, full);
       Products::template load_bytes<false>(shared.factors[stage], factors, sizeof shared.factors[0], full);
@@ -232,7 +252,7 @@ struct SsdStates {
       }
   }
 
-  // more: another chunk follows, whose copies begin while the products run.
+  // more: a chunk follows kAhead chunks later, whose copies begin while the products run.
   FI_DEVICE void compute(const Place& place, int c, bool more, int64_t& next, float (&state)[kStateCount]) const {
     const int stage = c % kStages;
     const float* factors = shared.factors[stage];
@@ -246,12 +266,13 @@ struct SsdStates {
     }
     float o[2][kCount / 2];  // S C^T, then also x^T P^T
     unsigned x[kBlocks][4];
-    if (more) load_stage(place, c + 1);
+    if (more && !Products::kAsync) load_stage(place, c + kAhead);
     {
       unsigned s[kSteps][4];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) operand_of<T>(s[step], state, step);
       Products::rows(reinterpret_cast<float (&)[kCount]>(o), s, shared.c[stage]);
+      if (more && Products::kAsync) load_stage(place, c + kAhead);
       load_values(x, stage);
       scale_values(x, [&](int t) { return factor(kWeight, t); });
       const float last = factors[kDecay * kChunkTokens + kChunkTokens - 1];
@@ -286,11 +307,6 @@ struct SsdStates {
     T* out = static_cast<T*>(p.out) + first * p.out_strides[0] + place.head * p.out_strides[1] + own;
     const T* z =
         p.z ? static_cast<const T*>(p.z) + first * p.z_strides[0] + place.head * p.z_strides[1] + own : nullptr;
-    float skip[2] = {};
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      if (p.d.data)
-        skip[half] = number(p.d, place.head * p.d_stride + (column + lane() / 4 + 8 * half) * p.d_dim_stride);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       unsigned words[2];
@@ -299,7 +315,7 @@ struct SsdStates {
         const float* own_y = &o[n / 4][4 * (n % 4) + 2 * half];
         float y[2] = {own_y[0], own_y[1]}, value[2];
         split(x[n / 2][n % 2 * 2 + half], value);
-        y[0] = fmaf(skip[half], value[0], y[0]), y[1] = fmaf(skip[half], value[1], y[1]);
+        y[0] = fmaf(place.skip[half], value[0], y[0]), y[1] = fmaf(place.skip[half], value[1], y[1]);
         if (p.z) {
           unsigned word = 0;
           if (8 * n < rows) word = *reinterpret_cast<const unsigned*>(z + 8 * n * p.z_strides[0] + 8 * half);

@@ -104,6 +104,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
             "scales must have 592 elements in this layout"),
         Row("fused_moe.trtllm_fp4_block_scale_moe", "scales: flat, of a size that blocks of 16 and of 32 have",
             "gemm1_weights_scale must have shape [experts, n, k / block]"),
+        Row("cute_dsl_fused_moe_bf16", "w1_weight: 32 linear rows, then the 32 of their gates"),
         Row("fused_moe.trtllm_fp8_per_tensor_scale_moe", "weights: MajorK, rows shuffled"),
         Row("fused_moe.trtllm_fp8_per_tensor_scale_moe", "weights: BlockMajorK, rows shuffled",
             "gemm1_weights must have shape [experts, n, k]"),

@@ -13,7 +13,13 @@ import pytest
 import torch
 
 import fi_core
-from families import layouts_of_caches, moe_reference, test_mla, test_moe_trtllm
+from families import (
+    layouts_of_caches,
+    moe_reference,
+    test_mla,
+    test_moe_interleaved,
+    test_moe_trtllm,
+)
 from families.harness import rand
 from families.paged import paged
 from families.test_gemm_block_scaled import mxfp8, packed, scales, swizzled, wide
@@ -71,6 +77,13 @@ def dense(function: Any, batch: tuple[int, ...], dtype: torch.dtype) -> Case:
 CASES["mm_bf16"] = dense(fi_core.mm_bf16, (), BF16)
 CASES["bmm_bf16"] = dense(fi_core.bmm_bf16, (3,), BF16)
 CASES["bmm_fp8"] = dense(fi_core.bmm_fp8, (3,), E4M3)
+
+
+@case("cute_dsl_fused_moe_bf16")
+def _(layout: str, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    given, weights = test_moe_interleaved.given("cpu")
+    want = test_moe_interleaved.reference(given, weights, test_moe_interleaved.swiglu(1.0, 0.0, 1e30))
+    return fi_core.cute_dsl_fused_moe_bf16(**given), want
 
 
 @case("mm_fp8")

@@ -41,6 +41,7 @@ NARROW = {
     "block_dequantize": r"block_dequantize",
     "block_quantize": r"_elements",
     "block_scale_interleave": r"_4",
+    "causal_conv1d": r"_\d_1",
     "chunk_gated_delta_rule": r"carry_states",
     "concat_mla_k": r"_[1248]",
     "decode_plan": r"",
@@ -94,6 +95,7 @@ STORES = {
     "sample_cta_512": 64,
     "sample_single_pass_512": 64,
     "single_attention": 32,
+    "ssd_combined": 32,
     "top_k": 64,
 }
 

@@ -243,7 +243,7 @@ void ssd_combined(const Kernel& kernel, const SsdCombinedArgs& a) {
   const auto entry_of = [&](int64_t step) -> const Entry& {
     return kernel.first_entry([&](const Entry& entry) {
       const auto config = SsdCombinedConfig::of(entry);
-      if (config.step != step || step == 0) return config.step == step;
+      if (step == 0 || config.step < step) return config.step == step;
       const int64_t slices = dim / config.columns;
       return (config.cluster == 1 || slices == 2 || p.group.value % 2 == 0) &&
              (config.stages == 2 || sequences * heads * slices <= sms);

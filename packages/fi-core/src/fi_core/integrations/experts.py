@@ -28,22 +28,22 @@ class _Prepared(NamedTuple):
 _prepared: WeakKeyDictionary[torch.nn.Module, _Prepared] = WeakKeyDictionary()
 
 
-def require_newest(name: str) -> None:
-    """Raises ImportError, with the name of what requires it, if transformers is older than 5.23."""
+def require(name: str, minor: int) -> None:
+    """Raises ImportError, with the name of what requires it, if transformers is older than 5.minor."""
     import transformers
 
     version: str = transformers.__version__
-    if tuple(map(int, version.split(".")[:2])) < (5, 23):
-        raise ImportError(f"{name}: transformers 5.23 or newer is required; got {version}")
+    if tuple(map(int, version.split(".")[:2])) < (5, minor):
+        raise ImportError(f"{name}: transformers 5.{minor} or newer is required; got {version}")
 
 
 def register_experts() -> None:
     """Adds `experts_implementation="fi"` to transformers, for models with mixtures of experts.
 
     Raises:
-        ImportError: transformers is older than 5.23, whose experts do not say how their weights lie.
+        ImportError: transformers is older than 5.17, whose experts do not say how their weights lie.
     """
-    require_newest("register_experts")
+    require("register_experts", 17)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
@@ -88,7 +88,7 @@ def _state(module: Any) -> Iterator[Any]:
 
 def _prepare(module: Any, source: tuple[Any, ...]) -> _Prepared:
     name = type(module).__name__
-    if not module.has_gate or module.has_post_expert_norm:
+    if not module.has_gate or getattr(module, "has_post_expert_norm", False):  # which 5.17 has not
         raise ValueError(
             f"experts_implementation: {name} has no gates, or norms its outputs; use another one than 'fi'"
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fi_core.integrations.experts import experts, register_experts, require_newest
+from fi_core.integrations.experts import experts, register_experts, require
 from fi_core.integrations.plans import attend, attend_ragged
 from fi_core.integrations.replace import replace
 
@@ -58,7 +58,7 @@ def use_in_continuous_batching(model: Any) -> None:
     Raises:
         ImportError: transformers is older than 5.23, which had other names for implementations of continuous batching.
     """
-    require_newest("use_in_continuous_batching")
+    require("use_in_continuous_batching", 23)
     register()
     for config in (model.config, model.config.get_text_config()):
         config._attn_implementation_internal = CONTINUOUS

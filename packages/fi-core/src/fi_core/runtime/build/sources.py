@@ -108,6 +108,7 @@ def generated_header(op: Op) -> tuple[str, Text]:
         "arguments": [a for a in arguments if not a["planned"]],
         "planned": [a for a in arguments if a["planned"]],
         "first": next(a.name for a in tensors if a.kind == "Tensor"),
+        "backend": next((a.name for a in op.parsed if a.kind == "str"), "0"),
         "fields": [_field(name, f) for name, f in op.fields.items()],
         "config": config,
         "enums": enums,

@@ -184,18 +184,18 @@ struct Values {
 // What bind gets: name and checks; with device code, image, capability, device, multiprocessors and shared_limit (of a
 // rehearsal, which has no image); then for each kernel entry its name, threads, shared bytes, n, and n integers of
 // config.
-inline void load(Kernel& kernel, const Values& v) {
-  kernel.spec = v.get<std::string>(0, "name");
-  kernel.checks = v.get<bool>(1, "checks");
+inline Kernel::Kernel(const Values& v) : Kernel() {
+  spec = v.get<std::string>(0, "name");
+  checks = v.get<bool>(1, "checks");
 #if FI_CUDA
   const auto integer = [&](int32_t i) { return v.get<int64_t>(i, "bind's integer"); };
-  kernel.capability = integer(3), kernel.device = integer(4);
-  kernel.rehearsal = {integer(5), integer(6)};
+  capability = integer(3), device = integer(4);
+  rehearsal = {integer(5), integer(6)};
   size_t total = 0;
   for (int32_t i = 7; i < v.count; i += 4 + static_cast<int32_t>(integer(i + 3))) ++total;
-  kernel.entries = std::vector<Entry>(total);
+  entries = std::vector<Entry>(total);
   int32_t i = 7;
-  for (Entry& entry : kernel.entries) {
+  for (Entry& entry : entries) {
     entry.name = v.get<std::string>(i, "entry");
     entry.threads = integer(i + 1), entry.shared_bytes = integer(i + 2);
     entry.config.resize(static_cast<size_t>(integer(i + 3)));
@@ -204,12 +204,12 @@ inline void load(Kernel& kernel, const Values& v) {
   }
   if (v.any[2].type_index == kTVMFFINone) return;
   const TVMFFIByteArray image = as_bytes(v.any[2], "image");
-  cu::DeviceGuard guard(static_cast<int>(kernel.device));
+  cu::DeviceGuard guard(static_cast<int>(device));
   const cu::Driver& driver = cu::Driver::get();
-  driver.check(driver.LibraryLoadData(&kernel.library, image.data, nullptr, nullptr, 0, nullptr, nullptr, 0),
+  driver.check(driver.LibraryLoadData(&library, image.data, nullptr, nullptr, 0, nullptr, nullptr, 0),
                "cuLibraryLoadData");
-  for (Entry& entry : kernel.entries) {
-    driver.check(driver.LibraryGetKernel(&entry.kernel, kernel.library, entry.name.c_str()), entry.name.c_str());
+  for (Entry& entry : entries) {
+    driver.check(driver.LibraryGetKernel(&entry.kernel, library, entry.name.c_str()), entry.name.c_str());
     cu::Function
         function;  // forces the load now: an image for another architecture is refused here, not at the first launch
     driver.check(driver.KernelGetFunction(&function, entry.kernel), "cuKernelGetFunction");
@@ -217,33 +217,17 @@ inline void load(Kernel& kernel, const Values& v) {
 #endif
 }
 
-// An object until a function of tvm-ffi owns it. <memory> would take 0.15 s of the 1.1 s that a launcher compiles.
+// Hands an object to a function that calls it, which becomes the result.
 template <class T>
-class Owned {
- public:
-  explicit Owned(T* object) : object_(object) {}
-  Owned(const Owned&) = delete;
-  Owned& operator=(const Owned&) = delete;
-  ~Owned() { delete object_; }
-
-  T& operator*() const { return *object_; }
-  T* operator->() const { return object_; }
-
-  T* release() { return std::exchange(object_, nullptr); }
-  // Hands the object to a function that calls it, which becomes the result.
-  void to_function(TVMFFISafeCallType call, TVMFFIAny* result) {
-    TVMFFIObjectHandle function = nullptr;
-    const int failed = TVMFFIFunctionCreate(object_, call, [](void* self) { delete static_cast<T*>(self); }, &function);
-    FI_CHECK(!failed, RuntimeError, "TVMFFIFunctionCreate failed");
-    release();
-    result->type_index = kTVMFFIFunction;
-    result->zero_padding = 0;
-    result->v_obj = static_cast<TVMFFIObject*>(function);
+void to_function(T* object, TVMFFISafeCallType call, TVMFFIAny* result) {
+  TVMFFIObjectHandle function = nullptr;
+  if (TVMFFIFunctionCreate(object, call, [](void* self) { delete static_cast<T*>(self); }, &function)) {
+    delete object;
+    raise("RuntimeError", "TVMFFIFunctionCreate failed");
   }
-
- private:
-  T* object_;
-};
+  result->type_index = kTVMFFIFunction, result->zero_padding = 0;
+  result->v_obj = static_cast<TVMFFIObject*>(function);
+}
 
 }  // namespace fi
 

@@ -20,9 +20,7 @@ auto indices(void (*)(const Kernel&, A...)) {
 
 template <TVMFFISafeCallType kCall>
 void bind_function(const Values& v, TVMFFIAny* result) {
-  Owned<Kernel> kernel(new Kernel());
-  load(*kernel, v);
-  kernel.to_function(kCall, result);
+  to_function(new Kernel(v), kCall, result);
 }
 
 }  // namespace fi

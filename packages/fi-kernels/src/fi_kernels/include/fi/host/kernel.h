@@ -42,9 +42,7 @@ struct Launch {
   // take any grid.
   bool cooperative = false;
 };
-#endif
 
-#if FI_CUDA
 // The newest four kernels that the current call of this thread launched, for `last_choice` and reports.
 class LaunchLog {
  public:
@@ -78,13 +76,16 @@ class LaunchLog {
   size_t count_ = 0;
 };
 
-// The device that a kernel without one is to be shaped for.
-struct Rehearsal {
-  int64_t multiprocessors = 0, shared_limit = 0;
-};
 #endif
 
+struct Values;
+
 struct Kernel {
+  Kernel() = default;
+  explicit Kernel(const Values& bound);  // what `bind` gets
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
+
   std::string spec;
   bool checks = false;  // of contents, where nothing is rehearsed or captured
 #if FI_CUDA
@@ -92,11 +93,10 @@ struct Kernel {
   cu::Library library = nullptr;  // null: a rehearsal, nothing runs
   int64_t device = 0;             // the GPU that it is bound to
   std::vector<Entry> entries;
-  Rehearsal rehearsal;
+  struct {
+    int64_t multiprocessors = 0, shared_limit = 0;
+  } rehearsal;  // the device that a kernel without one is to be shaped for
 
-  Kernel() = default;
-  Kernel(const Kernel&) = delete;
-  Kernel& operator=(const Kernel&) = delete;
   ~Kernel() {
     if (library) cu::Driver::get().LibraryUnload(library);
   }
@@ -220,18 +220,12 @@ struct Kernel {
     if (launch.cluster > 8) allow<cu::kNonPortableClusterSize>(entry, entry.large_clusters, 1, device.device_id);
     cu::LaunchAttribute attributes[3];
     unsigned count = 0;
-    if (launch.pdl) {
-      attributes[count].id = cu::kProgrammaticStreamSerialization;
-      attributes[count++].value.programmatic = 1;
-    }
-    if (launch.cluster > 1) {
-      attributes[count].id = cu::kClusterDimension;
-      attributes[count++].value.cluster = {launch.cluster, 1, 1};
-    }
-    if (launch.cooperative) {
-      attributes[count].id = cu::kCooperative;
-      attributes[count++].value.cooperative = 1;
-    }
+    const auto attribute = [&](cu::LaunchAttributeId id) -> auto& {
+      return attributes[count].id = id, attributes[count++].value;
+    };
+    if (launch.pdl) attribute(cu::kProgrammaticStreamSerialization).programmatic = 1;
+    if (launch.cluster > 1) attribute(cu::kClusterDimension).cluster = {launch.cluster, 1, 1};
+    if (launch.cooperative) attribute(cu::kCooperative).cooperative = 1;
     cu::LaunchConfig config{static_cast<unsigned>(launch.grid_x),
                             static_cast<unsigned>(launch.grid_y),
                             static_cast<unsigned>(launch.grid_z),

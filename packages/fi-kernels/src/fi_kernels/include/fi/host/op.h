@@ -17,24 +17,10 @@
 
 namespace fi {
 
-struct NoPlan {
-  static constexpr int32_t kCount = 0;
-};
-
 inline int64_t word(DType d) { return d.code << 8 | d.bits; }
 template <class T>
 int64_t word(T value) {
   return static_cast<int64_t>(value);
-}
-
-// The number of the backend that the caller named; 0 for ops that have none.
-template <class Args>
-auto backend_of(const Args& a, int) -> decltype(a.backend) {
-  return a.backend;
-}
-template <class Args>
-int64_t backend_of(const Args&, long) {
-  return 0;
 }
 
 inline void set_number(TVMFFIAny* result, int64_t number) {
@@ -69,21 +55,16 @@ class Module {
     const DLDevice device = a.first().device();
     const int64_t place = int64_t{device.device_type} << 32 | device.device_id;
     if constexpr (sizeof...(kRequestOf) == 0)
-      return std::array<int64_t, 2>{place, backend_of(a, 0)};
+      return std::array<int64_t, 2>{place, a.backend_number()};
     else
-      return (kRequestOf(a), ...).words(place, backend_of(a, 0));
+      return (kRequestOf(a), ...).words(place, a.backend_number());
   }
   using Words = decltype(words_of(std::declval<const Args&>()));
   using Known = Table<Words, 64>;
   static inline Known& known = *new Known;          // calls may outlive the end of the program
   static inline std::atomic<int64_t> forgotten{0};  // how often
 
-  static Args arguments(const Values& v) {
-    if constexpr (std::is_same_v<Plan, NoPlan>)
-      return Args::from({}, v);
-    else
-      return Args::from(Plan::from(v), v.from(Plan::kCount));
-  }
+  static Args arguments(const Values& v) { return Args::from(Plan::from(v), v.from(Plan::kCount)); }
   static void enter(const Kernel& kernel, const Args& a, const Values& extras) {
 #if FI_CUDA
     LaunchLog::of_thread().clear();
@@ -140,10 +121,8 @@ class Module {
     enter(kernel, a, v.from(1 + kCount));
   }
   static void bind(const Values& v, TVMFFIAny* result) {
-    Owned<Kernel> kernel(new Kernel());  // lives as long as the process: tables may lead to it
-    load(*kernel, v);
     result->type_index = kTVMFFIOpaquePtr, result->zero_padding = 0;
-    result->v_ptr = kernel.release();
+    result->v_ptr = new Kernel(v);  // lives as long as the process: tables may lead to it
   }
   static void learn(const Values& v, TVMFFIAny*) { add(v, known); }
   static void forget(const Values&, TVMFFIAny*) { known.clear(), forgotten.fetch_add(1); }
@@ -187,7 +166,7 @@ class Module {
   };
   static void plan(const Values& v, TVMFFIAny* result) {
     expect(v, 1 + Plan::kCount);
-    if constexpr (Plan::kCount > 0) Owned<Planned>(new Planned(v)).to_function(Planned::call, result);
+    if constexpr (Plan::kCount > 0) to_function(new Planned(v), Planned::call, result);
   }
 };
 

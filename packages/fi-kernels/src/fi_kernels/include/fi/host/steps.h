@@ -169,9 +169,7 @@ class Steps {
   std::vector<Step> steps_;
 };
 
-inline void make_steps(const Values& words, TVMFFIAny* result) {
-  Owned<Steps>(new Steps(words)).to_function(Steps::call, result);
-}
+inline void make_steps(const Values& words, TVMFFIAny* result) { to_function(new Steps(words), Steps::call, result); }
 
 }  // namespace fi
 

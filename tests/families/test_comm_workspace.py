@@ -46,6 +46,18 @@ def test_a_workspace_says_what_it_is() -> None:
         comm.create_allreduce_fusion_workspace(dtype=torch.float32, top_k=3, **sizes)
 
 
+def test_the_size_of_what_merges_partial_attention() -> None:
+    """The bytes that the allocation takes: they do not depend on the message, which takes more launches."""
+    size = comm.decode_cp_a2a_lse_reduce_workspace_size
+    workspace = comm.AllToAllWorkspace(torch.device("cpu"), OneRank())
+    if not torch.cuda.is_available():
+        assert size(8, 4, 1, 128, torch.float16) == workspace.buffer.numel()
+    with pytest.raises(ValueError, match="max_tokens, local_heads, cp_size and head_dim must be positive; got 8, 0, 2"):
+        size(8, 0, 2, 128, torch.float16)
+    with pytest.raises(TypeError, match=r"dtype must be torch\.float16 or torch\.bfloat16; got torch\.float32"):
+        size(8, 4, 2, 128, torch.float32)
+
+
 def test_a_workspace_of_a_mapping() -> None:
     """It has the sizes of FlashInfer's for multi-node NVLink, and serves the ranks of a host."""
     tp, strategy = comm.Mapping(1, 0, tp_size=1), comm.trtllm_mnnvl_ar.MNNVLAllreduceFusionStrategy

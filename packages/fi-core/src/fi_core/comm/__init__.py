@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from fi_core.comm.dcp_alltoall import AllToAllWorkspace, decode_cp_a2a_workspace_size
-from fi_core.comm.dcp_lse_reduce import decode_cp_a2a_lse_reduce, decode_cp_a2a_lse_reduce_create_workspace
+from fi_core.comm.dcp_lse_reduce import (
+    decode_cp_a2a_lse_reduce,
+    decode_cp_a2a_lse_reduce_create_workspace,
+    decode_cp_a2a_lse_reduce_workspace_size,
+)
 from fi_core.comm.fusion import (
     AllReduceFusionPattern,
     QuantizationSFLayout,
@@ -90,6 +94,7 @@ __all__ = [
     "create_shared_buffer",
     "decode_cp_a2a_lse_reduce",
     "decode_cp_a2a_lse_reduce_create_workspace",
+    "decode_cp_a2a_lse_reduce_workspace_size",
     "decode_cp_a2a_workspace_size",
     "free_shared_buffer",
     "merge_ulysses_output_head_chunk",

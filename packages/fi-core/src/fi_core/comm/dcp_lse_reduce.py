@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
-from fi_core.comm.dcp_alltoall import AllToAllWorkspace, decode_cp_a2a_alltoall, workspaces
+from fi_core.comm.dcp_alltoall import (
+    AllToAllWorkspace,
+    decode_cp_a2a_alltoall,
+    decode_cp_a2a_workspace_size,
+    workspaces,
+)
 from fi_core.comm.mnnvl import TorchDistBackend
 from fi_core.comm.workspace import current_device
 from fi_core.observe.log import fi_api
@@ -13,7 +18,41 @@ from fi_core.observe.log import fi_api
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["decode_cp_a2a_lse_reduce", "decode_cp_a2a_lse_reduce_create_workspace"]
+__all__ = [
+    "decode_cp_a2a_lse_reduce",
+    "decode_cp_a2a_lse_reduce_create_workspace",
+    "decode_cp_a2a_lse_reduce_workspace_size",
+]
+
+
+def _check(max_tokens: int, local_heads: int, cp_size: int, head_dim: int, dtype: torch.dtype) -> None:
+    import torch
+
+    if min(max_tokens, local_heads, cp_size, head_dim) <= 0:
+        raise ValueError(
+            "max_tokens, local_heads, cp_size and head_dim must be positive; got "
+            f"{max_tokens}, {local_heads}, {cp_size}, {head_dim}"
+        )
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(f"dtype must be torch.float16 or torch.bfloat16; got {dtype}")
+
+
+def decode_cp_a2a_lse_reduce_workspace_size(
+    max_tokens: int, local_heads: int, cp_size: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """Returns the bytes of each rank's workspace on the current device: what the allocation below takes.
+
+    Args:
+        max_tokens, local_heads, head_dim: sizes of the largest message, positive; a larger one takes more launches.
+        cp_size: ranks of the group, 1 to 8.
+        dtype: fp16 or bf16.
+
+    Raises:
+        ValueError: a size is not positive, or cp_size is above 8.
+        TypeError: dtype is another.
+    """
+    _check(max_tokens, local_heads, cp_size, head_dim, dtype)
+    return decode_cp_a2a_workspace_size(cp_size)
 
 
 def decode_cp_a2a_lse_reduce_create_workspace(
@@ -40,15 +79,7 @@ def decode_cp_a2a_lse_reduce_create_workspace(
         TypeError: dtype is another.
         RuntimeError: The GPUs cannot access each other.
     """
-    import torch
-
-    if min(max_tokens, local_heads, cp_size, head_dim) <= 0:
-        raise ValueError(
-            "max_tokens, local_heads, cp_size and head_dim must be positive; got "
-            f"{max_tokens}, {local_heads}, {cp_size}, {head_dim}"
-        )
-    if dtype not in (torch.float16, torch.bfloat16):
-        raise TypeError(f"dtype must be torch.float16 or torch.bfloat16; got {dtype}")
+    _check(max_tokens, local_heads, cp_size, head_dim, dtype)
     ranks = TorchDistBackend(group)
     if ranks.Get_size() != cp_size:
         raise ValueError(f"cp_size must be that of the group, {ranks.Get_size()}; got {cp_size}")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fi_core.gdn_prefill import _sizes
+from fi_core.linear_attention.mamba_ops import SSD_CHUNK_BYTES, SSD_COMBINED
 from fi_core.linear_attention.ops import CHUNK_GATED_DELTA_RULE, SELECTIVE_STATE_UPDATE
 from fi_core.runtime.dispatch import Request, choose
 from fi_core.runtime.launch.kernel import Launch, launches, rehearse
@@ -96,3 +97,35 @@ def test_states_whose_numbers_are_of_elements() -> None:
         update(torch.int8, state_scale=scale),
     ):
         assert (launch.entry, launch.grid[0]) == ("selective_state_update_elements", 2 * 3 * 10)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "heads", "groups", "kept", "expected"),
+    [
+        (1, 80, 1, False, ("ssd_states_2_4", 2)),
+        (12, 80, 1, False, ("ssd_states_2_2", 2)),
+        (12, 80, 1, True, ("ssd_states_checkpoints_2_2", 2)),
+        (1, 3, 3, False, ("ssd_states_checkpoints_1_2", 1)),
+    ],
+)
+def test_ctas_of_mamba_prefill_copy_for_each_other(
+    sequences: int, heads: int, groups: int, kept: bool, expected: tuple[str, int]
+) -> None:
+    """Where two heads have a group; with more stages where no SM gets two CTAs."""
+    kernel = rehearse(choose(Request.of(SSD_COMBINED, Target("cuda", "90a"), {})).spec, 132, SHARED["90a"])
+    x, b = (torch.empty(1, 128, n, size, dtype=torch.bfloat16) for n, size in ((heads, 64), (groups, 128)))
+    size = (2 + sequences) * heads * SSD_CHUNK_BYTES
+    arguments: dict[str, Any] = {
+        "out": x, "x": x.clone(), "dt": torch.empty(1, 128, heads), "A": torch.empty(heads), "B": b, "C": b,
+        "workspace": torch.empty(size, dtype=torch.uint8),
+        "cu_seqlens": torch.empty(sequences + 1, dtype=torch.int32),
+    }  # fmt: skip
+    if kept:
+        slots = torch.empty(sequences, dtype=torch.int32)
+        arguments |= {"checkpoint_token_indices": slots, "checkpoint_state_slots": slots.clone()}
+        arguments["checkpoint_states"] = torch.empty(1, heads, 64, 128)
+    kernel.run(*in_order(SSD_COMBINED, arguments))
+    prepare, states = launches(kernel.module)
+    assert prepare.entry == "ssd_prepare"
+    assert (states.entry, states.cluster) == expected
+    assert states.grid[0] == sequences * heads

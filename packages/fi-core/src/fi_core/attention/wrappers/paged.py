@@ -217,9 +217,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         batch = self._check_batch(*tables, paged_kv_last_page_len=paged_kv_last_page_len, seq_lens=seq_lens)
         check_length(batch["kv_last"], paged_kv_indices, "paged_kv_indices")
         dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
-        sizes = (num_qo_heads, num_kv_heads, head_dim_qk, dim_vo, page_size, causal, window_left)
-        scoring = (pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        options = (*sizes, *scoring, q_data_type, kv_data_type, o_data_type)
+        options = (
+            num_qo_heads, num_kv_heads, head_dim_qk, dim_vo, page_size, causal, window_left, pos_encoding_mode,
+            logits_soft_cap, sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type,
+        )  # fmt: skip
         shape = self._shape(batch["batch_size"], options, (fixed_split_size, disable_split_kv))
         own, place = self._plan, self._placed
         batch["qo_indptr"] = place(non_blocking, "qo_indptr", own.qo_indptr, qo_indptr)

@@ -137,9 +137,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         _require_same("o_indptr", o_indptr, "qo_indptr", qo_indptr)
         batch, own = self._check_batch(qo_indptr, kv_indptr), self._plan
         dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
-        sizes = (num_qo_heads, num_kv_heads, head_dim_qk, dim_vo, 1, causal, window_left)
-        scoring = (pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        options = (*sizes, *scoring, q_data_type, kv_data_type, o_data_type)
+        options = (
+            num_qo_heads, num_kv_heads, head_dim_qk, dim_vo, 1, causal, window_left, pos_encoding_mode,
+            logits_soft_cap, sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type,
+        )  # fmt: skip
         shape = self._shape(batch["batch_size"], options, (fixed_split_size, disable_split_kv))
         batch["qo_indptr"] = self._placed(non_blocking, "qo_indptr", own.qo_indptr, qo_indptr)
         batch["indptr"] = self._placed(non_blocking, "kv_indptr", own.indptr, kv_indptr)

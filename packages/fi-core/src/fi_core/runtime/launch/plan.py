@@ -174,7 +174,7 @@ class PlanBuilder:
     def result(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         import torch
 
-        self.made.append(functools.partial(torch.empty, tuple(shape), dtype=dtype, device=self.device))
+        self.made.append(functools.partial(torch.empty, size=torch.Size(shape), dtype=dtype, device=self.device))
         self._results.append(self._add_form(torch.empty(shape, dtype=dtype, device="meta")))
         return self._results[-1]
 
@@ -236,7 +236,7 @@ class LaunchPlan:
     def run(self, workspace: torch.Tensor | None, tensors: tuple[torch.Tensor | None, ...]) -> Any:
         """The result; None: a tensor has another form."""
         if self._made:
-            tensors = *tensors, *(make() for make in self._made)
+            tensors = *tensors, *[make() for make in self._made]
         found = self._call(workspace, *tensors)
         if found is not None and found.__class__ is not int:  # a request; the steps before it may run again
             self._builder.prepare()

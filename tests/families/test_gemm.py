@@ -81,8 +81,10 @@ def tactics_of(impl: str, kind: str) -> list[int]:
     unit = choose(Request.of(GEMM, Target("cuda", "90a"), {"a": dtype, "b": dtype, "scales": scales})).spec.unit()
     assert unit
     tiles = [entry.config for entry in unit.entries]
-    plain = [i for i, t in enumerate(tiles) if t.stores != GemmStores.TMA_HALVES and t.kind == GemmKind.WGMMA]
-    return [*plain, *(len(tiles) + i for i, t in enumerate(tiles) if t.stores == GemmStores.EITHER)]
+    others = GemmStores.TMA_HALVES, GemmStores.TRANSPOSED
+    plain = [i for i, t in enumerate(tiles) if t.stores not in others and t.kind == GemmKind.WGMMA]
+    turned = GemmStores.EITHER, GemmStores.TRANSPOSED
+    return [*plain, *(len(tiles) + i for i, t in enumerate(tiles) if t.stores in turned)]
 
 
 @pytest.mark.gpu

@@ -286,6 +286,12 @@ MOCK cuKernelSetAttribute(int attribute, int value, Kernel kernel, Device of) {
   return entry->dynamic_shared = bytes, kSuccess;
 }
 
+// Of CTAs that take an SM each, in groups of 16 SMs.
+MOCK cuOccupancyMaxActiveClusters(int* clusters, Function, const LaunchConfig* c) {
+  const int ctas = static_cast<int>(c->attributes[0].value.cluster.x);
+  return *clusters = kMultiprocessors / 16 * (16 / ctas), kSuccess;
+}
+
 MOCK cuLaunchKernelEx(const LaunchConfig* c, Function function, void** parameters, void** extra) {
   const auto& entry = *reinterpret_cast<Entry*>(function);
   unsigned cluster[3] = {1, 1, 1};

@@ -167,7 +167,8 @@ def test_the_last_tile_begins_at_a_multiple_of_four_scales(
 @pytest.mark.parametrize(
     ("m", "n", "k", "name", "transposed"),
     [
-        (129, 8192, 8192, "gemm_small_m_64x192", 0),
+        (129, 8192, 8192, "gemm_128x160", 1),
+        (172, 7168, 4096, "gemm_small_m_64x192", 0),
         (128, 2112, 7168, "gemm_small_m_64x64", 0),
         (385, 8192, 8192, "gemm_128x208", 1),
         (159, 28672, 3584, "gemm_128x160", 1),
@@ -192,6 +193,31 @@ def test_exchanged_operands(gemm: Gemm) -> None:
     assert (q["out"], q["out_row_stride"]) == (OUT, 8192)
     plain = gemm(385, 8192, 8192, bias=Tensor(BIAS, (8192,), "bf16"))
     assert parameters(one(plain), "GemmSm90Params")["transposed"] == 0, "a bias is that of columns"
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "splits", "grid", "whole", "blocks", "groups"),
+    [
+        (193, 3584, 14336, 4, 112, 0, 56, 4),  # 28 tiles of 208 tokens, each by four CTAs
+        (190, 2112, 7168, 3, 51, 0, 38, 5),  # 17 tiles; the last CTA has 36 of 112 blocks of k
+        (300, 9000, 2048, 2, 128, 1, 16, 7),  # 142 tiles: one of each CTA, then 14 of pairs
+    ],
+)
+def test_a_cluster_splits_k(
+    gemm: Gemm, m: int, n: int, k: int, splits: int, grid: int, whole: int, blocks: int, groups: int
+) -> None:
+    launch = one(gemm(m, n, k, tactic=splits * 11 + 7))
+    p = parameters(launch, "GemmSm90Params")
+    assert (launch["name"], launch["cluster"], launch["grid"]) == ("gemm_128x208", [splits, 1, 1], [grid, 1, 1])
+    assert (p["transposed"], p["splits"], p["whole_tiles"]) == (1, splits, whole)
+    assert (p["own_blocks"], p["own_groups"]) == (blocks, groups)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(193, 3584, 64), (600, 4096, 8192)])
+def test_a_split_takes_blocks_of_k_and_few_tiles(gemm: Gemm, m: int, n: int, k: int) -> None:
+    """Each CTA of a cluster has a block of k, and a cluster shares one tile at most."""
+    with pytest.raises(ValueError, match="tactic must be -1"):
+        gemm(m, n, k, tactic=2 * 11 + 7)
 
 
 def test_row_indices_are_those_of_whole_tiles(gemm: Gemm) -> None:

@@ -11,7 +11,7 @@ from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 
 if TYPE_CHECKING:
-    pass
+    from collections.abc import Mapping
 
 _SHARED = 227 * 1024  # bytes of a CTA
 _TMA_BYTES = 16  # that addresses and strides of operands are multiples of
@@ -32,6 +32,7 @@ class GemmStores(IntEnum):
     TMA = 1
     TMA_HALVES = 2
     EITHER = 3  # rows, or the transposed tile of exchanged operands
+    TRANSPOSED = 4  # only the latter
 
 
 class GemmConfig(NamedTuple):
@@ -42,6 +43,7 @@ class GemmConfig(NamedTuple):
     load_bytes: int = 0  # MMA: of a load; 16, or 1 for single elements with any strides
     stage_blocks: int = 0  # SMALL_M: of 128 bytes along k in a stage
     stores: GemmStores = GemmStores.ROWS
+    alone_clocks: int = 0  # as k_block_clocks, of products that are neither groups nor a batch
 
 
 class _Tile(NamedTuple):
@@ -66,17 +68,17 @@ class _Tile(NamedTuple):
 TILES = {
     "16 bits": (
         _Tile(128, 256, 4, 1024),
-        _Tile(128, 192, 5, 805),
-        _Tile(128, 176, 5, 730),
+        _Tile(128, 192, 5, 805, GemmStores.EITHER),
+        _Tile(128, 176, 5, 730, GemmStores.EITHER),
         _Tile(128, 128, 6, 590, GemmStores.EITHER),
         _Tile(64, 256, 5, 615),
         _Tile(64, 128, 8, 450),
     ),
     "rows": (
         _Tile(256, 128, 4, 1035, GemmStores.TMA),
-        _Tile(128, 192, 5, 820),
-        _Tile(128, 176, 5, 735),
-        _Tile(128, 128, 6, 620, GemmStores.EITHER),
+        _Tile(128, 192, 5, 820, GemmStores.EITHER),
+        _Tile(128, 176, 5, 735, GemmStores.EITHER),
+        _Tile(128, 128, 6, 620),
         _Tile(64, 256, 5, 600),
         _Tile(64, 128, 8, 450),
     ),
@@ -97,12 +99,19 @@ TILES = {
 # 16384 x 4096 x 1024 139.3 and 133.6. Groups would gain 1.6 % and compile an entry more.
 _EARLY_STORES = _Tile(256, 128, 4, 1190, GemmStores.TMA_HALVES)
 # Of single and batched products, beside those for any product: where weights are the rows of a tile, tokens fill one of
-# 160 or 208 columns better than tiles of 128 rows. H200, us of the best of the other tiles and of these: bf16, 8192 x
-# 8192, 385 tokens 89.0 and 78.7, 513 123 and 117.6, 769 167 and 143.6.
+# 160, 208 or 272 columns better than tiles of 128 rows. H200, us of the best of the other tiles and of these: bf16,
+# 8192 x 8192, 385 tokens 89.0 and 78.7, 513 123 and 96.6, 769 167 and 143.6.
 _EXCHANGED = {
-    "16 bits": (_Tile(128, 208, 4, 895, GemmStores.EITHER), _Tile(128, 160, 5, 672, GemmStores.EITHER)),
-    "rows": (_Tile(128, 208, 4, 891, GemmStores.EITHER), _Tile(128, 160, 5, 726, GemmStores.EITHER)),
+    "16 bits": (
+        _Tile(128, 272, 4, 1095, GemmStores.TRANSPOSED),
+        _Tile(128, 208, 4, 895, GemmStores.TRANSPOSED),
+        _Tile(128, 160, 5, 672, GemmStores.TRANSPOSED),
+    ),
+    "rows": (_Tile(128, 208, 4, 891, GemmStores.TRANSPOSED), _Tile(128, 160, 5, 726, GemmStores.TRANSPOSED)),
 }
+# Tiles that such products can do without: of 118 drawn shapes the best tile takes 1.0017 of its time without this one,
+# and of 20 of more than 1024 tokens 1.0000. Binaries have a seventh less.
+_LEFT_OUT = {"rows": ((128, 128),)}
 # Tiles of the kernel for few tokens beside those for any number: warpgroups, blocks of a stage, clocks of a tile and
 # 128 bytes of k. Fitted together with _EXCHANGED to 67 drawn shapes of 65 to 1024 tokens; on 66 others the choice takes
 # 1.005 of the time of the best tile.
@@ -112,7 +121,52 @@ _MORE_TOKENS = {
     "blocks": ((1, 2, 451),),
     "column_blocks": (),
 }
+# Clocks of tiles and 128 bytes of k for products alone, fitted with kGemmAlone to drawn shapes: fitted to one half of
+# them, the choice takes 1.012 (bf16) and 1.009 (fp8, one scale) of the time of the best tile on the other half.
+_ALONE = {
+    "16 bits": {
+        "128x256": 1099,
+        "128x192": 827,
+        "128x176": 767,
+        "128x128": 579,
+        "64x256": 600,
+        "64x128": 292,
+        "128x272": 1130,
+        "128x208": 883,
+        "128x160": 713,
+        "small_m_64x64": 205,
+        "small_m_64x192": 362,
+    },
+    "rows": {
+        "256x128": 1157,
+        "128x192": 911,
+        "128x176": 811,
+        "64x256": 645,
+        "64x128": 372,
+        "128x208": 959,
+        "128x160": 790,
+        "small_m_64x64": 269,
+        "small_m_64x192": 509,
+    },
+    "blocks": {
+        "256x128": 1346,
+        "128x192": 995,
+        "128x176": 1017,
+        "128x128": 731,
+        "64x256": 766,
+        "64x128": 433,
+        "small_m_64x64": 382,
+        "256x128_early_stores": 1292,
+    },
+}
 _SCALES = {"rows": "kRows", "blocks": "kBlocks", "column_blocks": "kColumnBlocks"}
+
+
+def _alone(entry: Entry, clocks: Mapping[str, int]) -> Entry:
+    """The entry with its clocks for products alone."""
+    config: GemmConfig = entry.config
+    own = clocks.get(entry.name.removeprefix("gemm_"), config.k_block_clocks)
+    return entry._replace(config=config._replace(alone_clocks=own))
 
 
 def _unit(axes: Values) -> Unit:
@@ -126,7 +180,8 @@ def _unit(axes: Values) -> Unit:
     scaled = str(kind in ("16 bits", "rows")).lower()
     epilogues = {
         GemmStores.ROWS: f"fi::StoreRows<{{0}}, {out.device}, {scaled}>",
-        GemmStores.EITHER: f"fi::StoreEither<{{0}}, {out.device}>",
+        GemmStores.EITHER: f"fi::StoreEither<{{0}}, {out.device}, {str(a.bytes == 1).lower()}>",
+        GemmStores.TRANSPOSED: f"fi::StoreTransposed<{{0}}, {out.device}, {str(a.bytes == 1).lower()}>",
         GemmStores.TMA: f"fi::StoreTma<{{0}}, {out.device}>",
         GemmStores.TMA_HALVES: f"fi::StoreTmaHalves<{{0}}, {out.device}>",
     }
@@ -139,11 +194,12 @@ def _unit(axes: Values) -> Unit:
     entries = [
         (tile if short and (either or tile.stores != GemmStores.EITHER) else tile._replace(stores=GemmStores.ROWS))
         for tile in (*TILES[kind], *more)
-        if k_major or tile.columns % 64 == 0
+        if (k_major or tile.columns % 64 == 0) and not (either and tile[:2] in _LEFT_OUT.get(kind, ()))
     ]
     made = [tile.entry("gemm", mainloop, epilogues[tile.stores], tiles) for tile in entries]
     if batched and k_major:
         made += [_small_m_entry(axes, _SMALL_M_TOKENS[-1], *tile) for tile in _MORE_TOKENS[kind]]
+    made = [_alone(entry, _ALONE.get(kind, {})) for entry in made]
     header = "fi/gemm/gemm_any_m_sm90.cuh" if batched and k_major else "fi/gemm/gemm_sm90.cuh"
     return Unit(header, "GemmSm90Params", tuple(made), flags=("--split-compile=4",))
 

@@ -231,9 +231,10 @@ Tile small_m_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a,
   return best;
 }
 
-// Whether a kernel may multiply b by a, and store the transposed product.
+// Whether a kernel may multiply b by a, and store the transposed product: only fp8 operands have scales there, always.
 bool transposes(const GemmProblem& p, const GemmArgs& a) {
-  return p.rows == GemmRows::kBatched && !a.bias && p.a_scale_k_stride == 0 && p.b_k_stride == 1;
+  const bool scaled = a.a_scale || a.b_scale, fp8 = a.a.dtype().bits == 8;
+  return p.rows == GemmRows::kBatched && !a.bias && p.a_scale_k_stride == 0 && p.b_k_stride == 1 && scaled == fp8;
 }
 
 // The problem with its operands exchanged; out stays [m, n] of the given one.
@@ -254,20 +255,32 @@ bool takes(const GemmProblem& p, const GemmArgs& a, const GemmConfig& t, int64_t
   if (p.rows == GemmRows::kIndices && 128 % t.rows != 0) return false;
   if (t.kind == GemmKind::SMALL_M)  // measured for these
     return p.rows == GemmRows::kBatched && p.batch == 1 && p.m <= 256 && !short_k(p.k, a.a.dtype().bytes());
+  if (t.stores == GemmStores::TRANSPOSED) return false;
   // A CTA with a single tile has nothing to hide stores behind.
   return t.stores != GemmStores::TMA_HALVES || (p.k % kGemmHalvesStep == 0 && p.k <= kGemmHalvesK &&
                                                 stores_vectors(a.out, p, 16) && tiles_of(p, t) > multiprocessors);
 }
 
+GemmCard card_of(const Kernel& kernel, DLDevice device) {
+  GemmCard card{kernel.multiprocessors(device), {}};
+  for (unsigned ctas = 2; ctas <= kGemmSplits; ++ctas)
+    card.clusters[ctas] = kernel.clusters(kernel.entries.front(), ctas, kGemmSharedBytes, device);
+  return card;
+}
+
 // Of the kernels for any number of tokens.
-Tile wgmma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const GemmShape& shape,
-                int64_t multiprocessors) {
+Tile wgmma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const GemmShape& shape) {
+  const GemmCard card = card_of(kernel, a.a.device());
   const bool may_transpose = transposes(p, a);
-  return cheapest_entry<GemmConfig>(kernel, a.tactic, [&](const GemmConfig& t, bool turned) {
+  return cheapest_entry<GemmConfig>(kernel, a.tactic, [&](const GemmConfig& t, int64_t splits) {
     GemmShape s = shape;
-    if (turned) std::swap(s.rows, s.n);
-    const bool fits = turned ? may_transpose && t.stores == GemmStores::EITHER : takes(p, a, t, multiprocessors);
-    return fits ? gemm_cost(s, {t.rows, t.columns, t.k_block_clocks}, multiprocessors) : -1.0;
+    if (splits) std::swap(s.rows, s.n);
+    const int64_t clocks = s.alone ? t.alone_clocks : t.k_block_clocks;
+    const GemmTiling tiling{t.rows, t.columns, clocks, std::max<int64_t>(1, splits)};
+    const bool transposed = t.stores == GemmStores::EITHER || t.stores == GemmStores::TRANSPOSED;
+    const bool fits =
+        splits ? may_transpose && transposed && gemm_shares(s, tiling, card) : takes(p, a, t, card.multiprocessors);
+    return fits ? gemm_cost(s, tiling, card) : -1.0;
   });
 }
 
@@ -280,7 +293,7 @@ Tile tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const G
     case GemmKind::SMALL_M:
       return small_m_tile(kernel, p, a, {shape.rows, p.n, gemm_ceil(p.k * shape.bytes, 128), p.batch}, multiprocessors);
     default:
-      return wgmma_tile(kernel, p, a, shape, multiprocessors);
+      return wgmma_tile(kernel, p, a, shape);
   }
 }
 
@@ -288,12 +301,12 @@ Tile tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const G
 // the others with the same weights and runs ahead of them, and L2 has forgotten large weights when they come. There it
 // begins early enough to be full, and computes rows of the tile before again, to the same bits. H200, us without and
 // with this, bf16, 8192 x 8192: 129 rows (small m) 58.0 and 46.5, 257 86.9 and 71.4, 513 138 and 126.
-int64_t last_row(const GemmProblem& p, int64_t rows, int64_t weight_bytes) {
+int64_t last_row(const GemmProblem& p, int64_t tokens, int64_t rows, int64_t weight_bytes) {
   constexpr int64_t kForgottenBytes = 32 << 20;
-  const int64_t behind = (gemm_ceil(p.m, rows) - 1) * rows;
+  const int64_t behind = (gemm_ceil(tokens, rows) - 1) * rows;
   if (p.rows != GemmRows::kBatched || behind == 0 || weight_bytes < kForgottenBytes) return behind;
   const int64_t aligned = p.a_scale_k_stride ? 4 : 1;  // scales of four rows are one copy
-  return gemm_ceil(p.m - rows, aligned) * aligned;
+  return gemm_ceil(tokens - rows, aligned) * aligned;
 }
 
 // What both Hopper kernels read.
@@ -302,10 +315,12 @@ GemmSm90Params hopper_params(const Kernel& kernel, const GemmProblem& p, const G
   params.problem = p;
   params.k_blocks = static_cast<int32_t>(gemm_ceil(p.k * shape.bytes, 128));
   const int64_t bytes = shape.bytes, batch = one_a(p) ? 1 : p.batch;
-  params.last_row = static_cast<int32_t>(last_row(p, t.rows, bytes * p.n * p.k));
+  params.last_row = static_cast<int32_t>(last_row(p, p.m, t.rows, bytes * p.n * p.k));
+  params.last_column = p.n;
   describe_operand(kernel, params.a, p.a, bytes, p.k, p.m, batch, p.a_row_stride, p.a_batch_stride, t.rows);
   if (p.b_k_stride == 1)
-    describe_operand(kernel, params.b, p.b, bytes, p.k, p.n, p.matrices, p.b_row_stride, p.b_batch_stride, t.columns);
+    describe_operand(kernel, params.b, p.b, bytes, p.k, p.n, p.matrices, p.b_row_stride, p.b_batch_stride,
+                     t.columns / (t.columns > 256 ? 2 : 1));
   else
     describe_operand(kernel, params.b, p.b, bytes, p.n, p.k, p.matrices, p.b_k_stride, p.b_batch_stride, 128 / bytes);
   return params;
@@ -323,6 +338,7 @@ void launch_gemm(const Kernel& kernel, const GemmProblem& given, const GemmArgs&
     shape.rows = std::max<int64_t>(1, a.expected_m);
     shape.varied = given.rows == GemmRows::kIndptr;
   }
+  shape.alone = given.rows == GemmRows::kBatched && given.batch == 1;
   const auto [entry, t, splits, turned] = tile(kernel, given, a, shape);
   const GemmProblem p = turned ? transposed(given) : given;
   const int64_t tiles = tiles_of(p, t);
@@ -352,6 +368,16 @@ void launch_gemm(const Kernel& kernel, const GemmProblem& given, const GemmArgs&
     describe_operand(kernel, params.out, p.out, shape.out_bytes, p.n, p.m, one_a(p) ? 1 : p.batch, p.out_row_stride,
                      p.out_batch_stride, 64);
   params.transposed = turned;
+  params.splits = static_cast<int32_t>(splits);
+  params.own_blocks = static_cast<int32_t>(gemm_ceil(params.k_blocks, splits));
+  params.own_groups = static_cast<int32_t>(gemm_ceil(t.columns / 16, splits));
+  if (turned) params.last_column = static_cast<int32_t>(last_row(p, p.n, t.columns, shape.bytes * p.m * p.k));
+  const GemmCard card = card_of(kernel, a.a.device());
+  const int64_t whole = gemm_whole_tiles(tiles, splits, card);
+  params.whole_tiles = static_cast<int32_t>(whole);
+  if (splits > 1) launch.grid_x = splits * (whole ? card.clusters[splits] : tiles);
+  launch.cluster = static_cast<unsigned>(splits);
+  params.a_once = turned && p.n <= t.columns;
   params.b_once = !turned && shape.rows <= t.rows;
   // H200, us with groups of 8 and 16 tiles: 8192 x 28672 x 2048 799 and 781, 4096 x 24576 x 1536 257.8 and 255.9.
   params.group_m = static_cast<int32_t>(turned ? 1 : group_m * (t.stores == GemmStores::TMA_HALVES ? 2 : 1));

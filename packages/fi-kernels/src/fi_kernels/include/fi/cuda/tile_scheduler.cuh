@@ -27,6 +27,7 @@ struct GroupedRaster {
   FI_HOST_DEVICE int tiles() const { return m_tiles * n_tiles; }
   FI_HOST_DEVICE Tile at(int tile) const {
     if (m_tiles == 1) return {0, tile};  // without divisions, at the start of short kernels
+    if (n_tiles == 1) return {tile, 0};
     const int group = tile / (group_m * n_tiles), first = group * group_m;
     const int rows = m_tiles - first < group_m ? m_tiles - first : group_m, rest = tile - first * n_tiles;
     return {first + rest % rows, rest / rows};

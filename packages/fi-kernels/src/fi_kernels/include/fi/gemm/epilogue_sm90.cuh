@@ -132,7 +132,8 @@ FI_DEVICE void store_rows(const char* block, Out* out, int64_t row_stride, int r
 // An epilogue is that of a consumer warpgroup: `begin` comes before the mainloop of a tile and returns what it loads,
 // `store` behind it. It may hold the last kHeldStages stages of a tile that is stored by_tma: a warp of its own stores
 // from them (store_tiles) and releases them. Two are constants of the code: k is whole passes through the ring, and
-// before_last gets the first accumulators while the last products run.
+// before_last gets the first accumulators while the last products run. kTransposes: it may store transposed tiles,
+// whose k a cluster may split.
 //
 // StoreRows: each warp stages 16 rows of a block of 64 rows by 128 bytes at a time and stores them. kScaled: there may
 // be scales of rows and columns and a bias. kStaged: blocks in shared memory.
@@ -141,6 +142,7 @@ struct StoreRows {
   using Params = GemmSm90Params;
   using Scales = OutputScales<Out, kScaled, Tile::kOwnRows / 64, Tile::kOwnColumns>;
   static constexpr int kHeldStages = 0, kBlockBytes = 64 * kSwizzleLineBytes;
+  static constexpr bool kTransposes = false;
   struct Staged {
     alignas(1024) char of[Tile::kConsumers][kStaged * kBlockBytes];
   };

@@ -121,6 +121,7 @@ struct StoreTmaHalves {
   using Shared = TmaStore<Tile>;
   struct Staged {};
   static constexpr int kHeldStages = 2;
+  static constexpr bool kTransposes = false;
 
   const GemmSm90Params& p;
   typename Tile::Operands& operands;

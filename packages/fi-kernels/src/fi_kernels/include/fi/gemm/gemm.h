@@ -4,6 +4,8 @@
 
 namespace fi {
 
+constexpr int kGemmSplits = 4;  // CTAs of a cluster that share the k of a tile for any number of tokens, at most
+
 // Which rows of a meet which matrix of b.
 enum class GemmRows : int32_t {
   kBatched,  // out[i] = a[i] b[i]^T; a single product is a batch of one

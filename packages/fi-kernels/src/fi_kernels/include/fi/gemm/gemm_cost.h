@@ -4,24 +4,32 @@
 #include <cmath>
 #include <cstdint>
 
+#include "fi/gemm/gemm.h"
+
 namespace fi {
 
 // What decides the time of a product. rows: of one matrix of a, or the expected ones of a group. Element sizes in
-// bytes. varied: groups have different numbers of rows.
+// bytes. varied: groups have different numbers of rows. alone: neither groups nor a batch.
 struct GemmShape {
   int64_t rows, n, k, batch, bytes, out_bytes;
-  bool varied = false;
+  bool varied = false, alone = false;
 };
 
-// k_block_clocks: of a tile and 128 bytes of k, measured.
+// k_block_clocks: of a tile and 128 bytes of k, measured. splits: CTAs of a cluster that share the k of a tile.
 struct GemmTiling {
-  int64_t rows, columns, k_block_clocks;
+  int64_t rows, columns, k_block_clocks, splits = 1;
 };
 
 // Per SM and clock: bytes of L2, of DRAM, and of out that the epilogue moves; clocks of a tile and of a launch that are
-// not in the mainloop. NVIDIA H200.
-constexpr double kGemmL2Bytes = 62, kGemmDramBytes = 19, kGemmOutBytes = 64, kGemmTileClocks = 1500,
-                 kGemmLaunchClocks = 3000;
+// not in the mainloop; the part of the shorter of computation and memory that the other does not hide. NVIDIA H200.
+// That of products alone is fitted to drawn shapes together with the clocks of their tiles.
+struct GemmRates {
+  double l2_bytes, dram_bytes, out_bytes, tile_clocks, launch_clocks, not_hidden;
+};
+constexpr GemmRates kGemmOfGroups{62, 19, 64, 1500, 3000, 0.125}, kGemmAlone{69.3, 15.2, 36.7, 1583, 10163, 0.12};
+
+// Clocks of the CTAs of a cluster to meet, for each of them, and bytes of a tile that they exchange in a clock.
+constexpr double kGemmMeetClocks = 3884, kGemmRankClocks = 1942, kGemmExchangeBytes = 60;
 
 // What the last, partial tile of a group costs, in tiles, where groups vary and have a tile or more, and up to how many
 // rows this is counted. H200, us of the second product of experts with 256 rows of a tile as if groups were equal and
@@ -31,22 +39,51 @@ constexpr int64_t kGemmVariedRows = 1024;
 
 inline int64_t gemm_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Clocks on `multiprocessors` SMs.
-inline double gemm_cost(const GemmShape& s, const GemmTiling& t, int64_t multiprocessors) {
+// The SMs, and the clusters of two and more CTAs that run at a time, by their number of CTAs.
+struct GemmCard {
+  int64_t multiprocessors, clusters[kGemmSplits + 1];
+};
+
+inline int64_t gemm_tiles(const GemmShape& s, const GemmTiling& t) {
+  return s.batch * gemm_ceil(s.rows, t.rows) * gemm_ceil(s.n, t.columns);
+}
+
+// Tiles that each CTA computes alone, before the one that it shares with those of its cluster.
+inline int64_t gemm_whole_tiles(int64_t tiles, int64_t splits, const GemmCard& card) {
+  return splits == 1 ? INT32_MAX : tiles / (splits * card.clusters[splits]);
+}
+
+// Whether each cluster shares one of the tiles that are left at most, and each of its CTAs has blocks of k.
+inline bool gemm_shares(const GemmShape& s, const GemmTiling& t, const GemmCard& card) {
+  if (t.splits == 1) return true;
+  const int64_t tiles = gemm_tiles(s, t), clusters = card.clusters[t.splits];
+  const int64_t left = tiles % (t.splits * clusters), k_blocks = gemm_ceil(s.k * s.bytes, 128);
+  if (t.splits > 2 && tiles > clusters) return false;  // clusters of more CTAs leave SMs without whole tiles
+  return left > 0 && left <= clusters && (t.splits - 1) * gemm_ceil(k_blocks, t.splits) < k_blocks;
+}
+
+// Clocks on a card.
+inline double gemm_cost(const GemmShape& s, const GemmTiling& t, const GemmCard& card) {
+  const GemmRates& rates = s.alone ? kGemmAlone : kGemmOfGroups;
   const double rows = static_cast<double>(s.rows) / static_cast<double>(t.rows);
   const bool partial = s.varied && s.rows >= t.rows && s.rows <= kGemmVariedRows;
   const double row_tiles = partial ? rows + kGemmLastTile : std::ceil(rows);
   const double tiles = row_tiles * static_cast<double>(s.batch * gemm_ceil(s.n, t.columns));
-  const double waves = std::ceil(tiles / static_cast<double>(multiprocessors));
-  const double k_blocks = static_cast<double>(gemm_ceil(s.k * s.bytes, 128));
-  const double loads = static_cast<double>(t.rows + t.columns) * 128 / kGemmL2Bytes;
-  const double epilogue = static_cast<double>(t.rows * t.columns * s.out_bytes) / kGemmOutBytes + kGemmTileClocks;
-  const double mainloop = k_blocks * std::max(static_cast<double>(t.k_block_clocks), loads);
-  const double compute = waves * (mainloop + epilogue);
+  const double waves = t.splits > 1 ? static_cast<double>(gemm_whole_tiles(gemm_tiles(s, t), t.splits, card))
+                                    : std::ceil(tiles / static_cast<double>(card.multiprocessors));
+  const int64_t k_blocks = gemm_ceil(s.k * s.bytes, 128);
+  const double loads = static_cast<double>(t.rows + t.columns) * 128 / rates.l2_bytes;
+  const double epilogue = static_cast<double>(t.rows * t.columns * s.out_bytes) / rates.out_bytes + rates.tile_clocks;
+  const double k_block = std::max(static_cast<double>(t.k_block_clocks), loads);
+  double compute = waves * (static_cast<double>(k_blocks) * k_block + epilogue);
+  if (t.splits > 1)
+    compute += static_cast<double>(gemm_ceil(k_blocks, t.splits)) * k_block + epilogue + kGemmMeetClocks +
+               kGemmRankClocks * static_cast<double>(t.splits) +
+               static_cast<double>(t.rows * t.columns * 4) / kGemmExchangeBytes;
   const double bytes = static_cast<double>(s.batch * ((s.rows + s.n) * s.k * s.bytes + s.rows * s.n * s.out_bytes));
   // Where DRAM decides, less computation still hides better.
-  const double memory = bytes / (kGemmDramBytes * static_cast<double>(multiprocessors));
-  return std::max(compute, memory) + std::min(compute, memory) / 8 + kGemmLaunchClocks;
+  const double memory = bytes / (rates.dram_bytes * static_cast<double>(card.multiprocessors));
+  return std::max(compute, memory) + std::min(compute, memory) * rates.not_hidden + rates.launch_clocks;
 }
 
 // Tiles along m that the raster walks together: the operands of the tiles that run at the same time are smallest

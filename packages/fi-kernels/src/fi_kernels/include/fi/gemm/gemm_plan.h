@@ -15,17 +15,18 @@ struct GemmChoice {
   bool transposed = false;  // of the exchanged operands
 };
 
-// The cheapest of the entries, or the one that `tactic` counts: entries, then the same with exchanged operands.
-// clocks(config, transposed): of the model; negative where the entry does not take the problem.
+// The cheapest of the entries, or the one that `tactic` counts: entries, then the same with exchanged operands for each
+// number of CTAs that split k. clocks(config, splits): of the model; negative where the entry does not take the
+// problem. splits: 0 without exchanged operands.
 template <class Config, class Clocks>
 GemmChoice<Config> cheapest_entry(const Kernel& kernel, int64_t tactic, const Clocks& clocks) {
   GemmChoice<Config> best;
   double least = 0;
   int64_t number = 0;
-  for (const bool transposed : {false, true})
+  for (int64_t splits = 0; splits <= kGemmSplits; ++splits)
     for (const Entry& entry : kernel.entries) {
-      const GemmChoice<Config> choice{&entry, Config::of(entry), 1, transposed};
-      const double cost = clocks(choice.config, transposed);
+      const GemmChoice<Config> choice{&entry, Config::of(entry), std::max<int64_t>(1, splits), splits > 0};
+      const double cost = clocks(choice.config, splits);
       if (cost >= 0 && tactic == number) return choice;
       if (cost >= 0 && (!best.entry || cost < least)) best = choice, least = cost;
       ++number;

@@ -38,23 +38,15 @@ struct GemmSm90 {
   Shared& shared;
 
   FI_DEVICE void run() const {
-    if (threadIdx.x == 0) {
-      prefetch_tensor_map(p.a);
-      prefetch_tensor_map(p.b);
-      if (Epilogue::kHeldStages > 0 && p.tma_stores) prefetch_tensor_map(p.out);
-      shared.ring.pipeline.init(1, kConsumers * 4);
-      shared.mainloop.init();
-      shared.epilogue.init();
-      fence_barrier_init();
-    }
+    const int warpgroup = warpgroup_index(), warp = warp_index() % 4;
+    const bool loads = warpgroup == kConsumers && warp == 0;
+    const int begun = loads ? begin() : 0;
     __syncthreads();
     pdl_wait();
-    const int warpgroup = warpgroup_index();
     if (warpgroup == kConsumers) {
       give_registers<kProducerRegisters>();
-      const int warp = warp_index() % 4;
-      if (warp == 0) {
-        load_operands();
+      if (loads) {
+        load_operands(begun);
       } else if (warp == 1) {
         if constexpr (Mainloop::kBlockScales) shared.mainloop.template load<Tiles>(p);
       } else if (p.tma_stores) {
@@ -67,36 +59,97 @@ struct GemmSm90 {
   }
 
  private:
-  // By a warp; lane 0 copies.
-  FI_DEVICE void load_operands() const {
+  // The blocks of k of this CTA in a tile.
+  FI_DEVICE int first_block(const GemmTile& tile) const {
+    return Epilogue::kTransposes && tile.shared ? cluster_rank() * p.own_blocks : 0;
+  }
+  FI_DEVICE int blocks(const GemmTile& tile) const {
+    return Epilogue::kTransposes && tile.shared ? min(p.own_blocks, p.k_blocks - first_block(tile)) : p.k_blocks;
+  }
+  // Tile number i of this CTA. Its cluster shares the last one.
+  FI_DEVICE bool next(Tiles& tiles, GemmTile& tile, int i) const {
+    if constexpr (!Epilogue::kTransposes) return tiles.next(tile);
+    tile.shared = i == p.whole_tiles;
+    if (tile.shared) tiles.next_tile = i * gridDim.x + cluster_index();
+    const bool found = tiles.next(tile);
+    tile.column = min(tile.column, p.last_column);
+    return found;
+  }
+  // By a thread: copies a block of k of a tile to a stage.
+  FI_DEVICE void load(const GemmTile& tile, int stage, int block) const {
     typename Tile::Operands& operands = shared.operands;
+    const uint64_t a_policy = Epilogue::kTransposes && p.a_once ? kEvictFirst : kEvictNormal;
+    const uint64_t b_policy = p.b_once ? kEvictFirst : kEvictNormal;
+    const int k = block * kBlockK;
+    Barrier& full = shared.ring.pipeline.expect(stage, sizeof(operands) / Tile::kStages);
+    tma_load_hinted(operands.a[stage], p.a, full, a_policy, k, tile.row, tile.a_batch);
+    char* b = operands.b[stage];
+    if constexpr (Mainloop::kMnMajorB) {
+      for (int c = 0; c < Tile::kColumns / kBlockK; ++c)
+        tma_load_hinted(b + c * kBlockK * kSwizzleLineBytes, p.b, full, b_policy, tile.column + c * kBlockK, k,
+                        tile.b_batch);
+    } else if constexpr (Tile::kGated) {
+      for (int i = 0; i < Tile::kColumns / Tile::kHalf; ++i)
+        tma_load_hinted(b + i * Tile::kHalf * kSwizzleLineBytes, p.b, full, b_policy, k,
+                        Tile::row_of_b(tile, i, p.problem.n), tile.b_batch);
+    } else {
+      constexpr int kRows = Tile::kColumns / Tile::kBoxes;
+#pragma unroll
+      for (int i = 0; i < Tile::kBoxes; ++i)
+        tma_load_hinted(b + i * kRows * kSwizzleLineBytes, p.b, full, b_policy, k, tile.column + i * kRows,
+                        tile.b_batch);
+    }
+  }
+  // By the warp that loads: begins the barriers, and fills the ring with the first tile while the other warps start.
+  // Returns the blocks that it has loaded.
+  FI_DEVICE int begin() const {
+    const bool first_lane = threadIdx.x % 32 == 0;
+    if (first_lane) {
+      prefetch_tensor_map(p.a);
+      prefetch_tensor_map(p.b);
+      if (Epilogue::kHeldStages > 0 && p.tma_stores) prefetch_tensor_map(p.out);
+      shared.ring.pipeline.init(1, kConsumers * 4);
+      shared.mainloop.init();
+      shared.epilogue.init();
+      fence_barrier_init();
+    }
+    Tiles tiles(p);
+    GemmTile tile;
+    pdl_wait();  // groups are read
+    if (!next(tiles, tile, 0)) return 0;
+    const int first = first_block(tile), count = min(blocks(tile), Tile::kStages);
+    if (first_lane) {
+      shared.ring.tiles[0] = tile;
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) load(tile, i, first + i);
+    }
+    __syncwarp();
+    return count;
+  }
+  // By the same warp: the rest. begun: blocks of the first tile that are under way.
+  FI_DEVICE void load_operands(int begun) const {
     typename Tile::Ring& ring = shared.ring;
     Tiles tiles(p);
     GemmTile tile;
-    const uint64_t b_policy = p.b_once ? kEvictFirst : kEvictNormal;
     PipelineState at = PipelineState::producer();
-    while (tiles.next(tile)) {
+    if (begun == Tile::kStages)
+      at.phase ^= 1;
+    else
+      at.stage = begun;
+    for (int i = 0; next(tiles, tile, i); ++i) {
       if (threadIdx.x % 32 == 0) {
-        ring.pipeline.acquire(at);
-        ring.tiles[at.stage] = tile;
-        for (int k = 0; k < p.k_blocks; ++k) {
+        const int first = first_block(tile), end = first + blocks(tile);
+        if (begun == 0) {
           ring.pipeline.acquire(at);
-          Barrier& full = ring.pipeline.expect(at.stage, sizeof(operands) / Tile::kStages);
-          tma_load_hinted(operands.a[at.stage], p.a, full, kEvictNormal, k * kBlockK, tile.row, tile.a_batch);
-          char* b = operands.b[at.stage];
-          if constexpr (Mainloop::kMnMajorB) {
-            for (int c = 0; c < Tile::kColumns / kBlockK; ++c)
-              tma_load_hinted(b + c * kBlockK * kSwizzleLineBytes, p.b, full, b_policy, tile.column + c * kBlockK,
-                              k * kBlockK, tile.b_batch);
-          } else if constexpr (Tile::kGated) {
-            for (int i = 0; i < Tile::kColumns / Tile::kHalf; ++i)
-              tma_load_hinted(b + i * Tile::kHalf * kSwizzleLineBytes, p.b, full, b_policy, k * kBlockK,
-                              Tile::row_of_b(tile, i, p.problem.n), tile.b_batch);
-          } else {
-            tma_load_hinted(b, p.b, full, b_policy, k * kBlockK, tile.column, tile.b_batch);
-          }
+          ring.tiles[at.stage] = tile;
+        }
+#pragma unroll 1
+        for (int k = first + begun; k < end; ++k) {
+          ring.pipeline.acquire(at);
+          load(tile, at.stage, k);
           at.advance(Tile::kStages);
         }
+        begun = 0;
         for (; Mainloop::kWholePasses && at.stage != 0; at.advance(Tile::kStages)) {  // empty stages
           ring.pipeline.acquire(at);
           ring.pipeline.commit(at.stage);
@@ -119,11 +172,12 @@ struct GemmSm90 {
     PipelineState at;
     for (;;) {
       shared.ring.pipeline.wait(at);
-      const GemmTile tile = shared.ring.tiles[at.stage];
+      GemmTile tile = shared.ring.tiles[at.stage];
       if (uniform(tile.rows) == kNoTile) break;
+      if constexpr (Epilogue::kTransposes) tile.shared = uniform(tile.shared);
       const auto scales = epilogue.begin(tile);
       float d[Mainloop::kMBlocks][Mainloop::kCount];
-      mainloop.multiply(d, epilogue, at);
+      mainloop.multiply(d, epilogue, at, blocks(tile));
       epilogue.store(d, scales, tile, at.stage == 0 ? Tile::kStages - 1 : at.stage - 1);
     }
   }

@@ -20,14 +20,18 @@ constexpr int kGemmSmallMSplits = 8;  // CTAs of a cluster that share a tile of 
 struct GemmSm90Params {
   TensorMap a, b, out;
   GemmProblem problem;
-  int32_t k_blocks;    // of 128 bytes
-  int32_t group_m;     // tiles along m of a group of the raster
-  int32_t b_once;      // no tile of b is loaded twice
-  int32_t whole_rows;  // rows of out are aligned to 16 bytes
-  int32_t tma_stores;  // whole tiles of out go through the map `out`
-  int32_t last_row;    // that a tile of a batch may begin with
-  int32_t b_constant;  // few tokens: b was complete before the kernel ahead in the stream began
-  int32_t transposed;  // a is the weights and b the tokens of out, [n, m]
+  int32_t k_blocks;               // of 128 bytes
+  int32_t group_m;                // tiles along m of a group of the raster
+  int32_t a_once;                 // no tile of a is loaded twice
+  int32_t b_once;                 // no tile of b is loaded twice
+  int32_t whole_rows;             // rows of out are aligned to 16 bytes
+  int32_t tma_stores;             // whole tiles of out go through the map `out`
+  int32_t last_row, last_column;  // that a tile of a batch may begin with
+  int32_t b_constant;             // few tokens: b was complete before the kernel ahead in the stream began
+  int32_t transposed;             // a is the weights and b the tokens of out, [n, m]
+  // transposed: behind so many tiles of its own, a CTA shares the k of its last tile with those of its cluster, of
+  // which each but the last has so many blocks of k, and sums so many groups of 16 columns.
+  int32_t whole_tiles, splits, own_blocks, own_groups;
 };
 
 }  // namespace fi

@@ -132,17 +132,18 @@ struct Promote {
         operands(all.operands, warpgroup) {}
 
   template <class Epilogue>
-  FI_DEVICE void multiply(float (&d)[kMBlocks][kCount], const Epilogue& epilogue, PipelineState& at) {
+  FI_DEVICE void multiply(float (&d)[kMBlocks][kCount], const Epilogue& epilogue, PipelineState& at, int k_blocks) {
     if (kBlockScales && by_rows)
-      multiply_blocks<true>(d, epilogue, at);
+      multiply_blocks<true>(d, epilogue, at, k_blocks);
     else
-      multiply_blocks<false>(d, epilogue, at);
+      multiply_blocks<false>(d, epilogue, at, k_blocks);
   }
 
  private:
   // kByRows: BlockScales::by_rows.
   template <bool kByRows, class Epilogue>
-  FI_DEVICE void multiply_blocks(float (&d)[kMBlocks][kCount], const Epilogue& epilogue, PipelineState& at) {
+  FI_DEVICE void multiply_blocks(float (&d)[kMBlocks][kCount], const Epilogue& epilogue, PipelineState& at,
+                                 int k_blocks) {
     // Steps of scales of a.
     constexpr int kRowStep = kByRows ? kScaleBlocks : 1, kBlockStep = kByRows ? 1 : Tile::kRows;
     const int first_scale = kBlockScales ? (Tile::row(warpgroup) + wgmma_row(threadIdx.x % 128)) * kRowStep : 0;
@@ -150,29 +151,29 @@ struct Promote {
     for (int i = 0; i < kMBlocks; ++i)
 #pragma unroll
       for (int j = 0; j < kCount; ++j) d[i][j] = 0.f;
-    bool ready = true;                                            // the stage `at` is full, which the caller has seen
-    const int blocks = kBlockScales ? kScaleBlocks : p.k_blocks;  // of an iteration
-    for (int k = 0; k < p.k_blocks; k += blocks) {
+    bool ready = true;                                          // the stage `at` is full, which the caller has seen
+    const int blocks = kBlockScales ? kScaleBlocks : k_blocks;  // of an iteration
+    for (int k = 0; k < k_blocks; k += blocks) {
       const float* a_scale = shared.a[scale_at.stage] + first_scale;
       const float* b_scale = shared.b[scale_at.stage][0];
       if (kBlockScales) shared.pipeline.wait(scale_at);
-      if (Epilogue::kHeldStages > 1 || (kWholePasses && k + kScaleBlocks <= p.k_blocks)) {
+      if (Epilogue::kHeldStages > 1 || (kWholePasses && k + kScaleBlocks <= k_blocks)) {
 #pragma unroll
         for (int stage = 0; stage < kScaleBlocks; ++stage) {
           if (!ready) ring.pipeline.wait({stage, at.phase});
           const PipelineState following{(stage + 1) % kScaleBlocks, stage + 1 < kScaleBlocks ? at.phase : at.phase ^ 1};
-          const bool held = stage >= kStages - Epilogue::kHeldStages && k + kScaleBlocks == p.k_blocks;
+          const bool held = stage >= kStages - Epilogue::kHeldStages && k + kScaleBlocks == k_blocks;
           multiply_block<kByRows>(d, epilogue, a_scale + stage * kBlockStep, b_scale + stage * Shared::kColumnScales,
                                   stage, held, following, ready);
         }
         at.phase ^= 1;
       } else {
 #pragma unroll 1
-        for (int block = k; block < min(k + blocks, p.k_blocks); ++block) {
+        for (int block = k; block < min(k + blocks, k_blocks); ++block) {
           if (!ready) ring.pipeline.wait(at);
           PipelineState following = at;
           following.advance(kStages);
-          const bool held = Epilogue::kHeldStages > 0 && epilogue.by_tma() && block == p.k_blocks - 1;
+          const bool held = Epilogue::kHeldStages > 0 && epilogue.by_tma() && block == k_blocks - 1;
           multiply_block<kByRows>(d, epilogue, a_scale, b_scale, at.stage, held, following, ready);
           at = following;
           a_scale += kBlockStep;

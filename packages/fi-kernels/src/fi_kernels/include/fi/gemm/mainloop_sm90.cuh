@@ -17,17 +17,25 @@ struct StageOperands {
 
   FI_DEVICE uint64_t a_of(int stage) const { return wgmma_further(a, stage * Tile::kRows * kSwizzleLineBytes); }
   FI_DEVICE uint64_t b_of(int stage) const { return wgmma_further(b, stage * Tile::kColumns * kSwizzleLineBytes); }
-  // One m64 block times one stage; accumulators are added to, but for the first instruction if `add` is false.
+  // One m64 block times one stage; accumulators are added to, but for the first instruction if `add` is false. More
+  // than 256 columns are two halves.
   template <int kCount>
   FI_DEVICE static void multiply(float (&d)[kCount], uint64_t a, uint64_t b, bool add) {
+    if constexpr (kCount > 128) {
+      auto& halves = reinterpret_cast<float (&)[2][kCount / 2]>(d);
+      multiply(halves[0], a, b, add);
+      multiply(halves[1], a, wgmma_further(b, kCount * kSwizzleLineBytes), add);
+    } else {
 #pragma unroll
-    for (int step = 0; step < 4; ++step)
-      wgmma<kMnMajorB>(d, wgmma_further(a, step * 32),
-                       wgmma_further(b, step * (kMnMajorB ? 16 * kSwizzleLineBytes : 32)), add || step > 0, A(), B());
+      for (int step = 0; step < 4; ++step)
+        wgmma<kMnMajorB>(d, wgmma_further(a, step * 32),
+                         wgmma_further(b, step * (kMnMajorB ? 16 * kSwizzleLineBytes : 32)), add || step > 0, A(), B());
+    }
   }
 };
 
-// A mainloop is that of a consumer warpgroup, whose accumulators are float[kMBlocks][kCount]. all: GemmSm90::Shared.
+// A mainloop is that of a consumer warpgroup, whose accumulators are float[kMBlocks][kCount]. all: GemmSm90::Shared;
+// k_blocks: of 128 bytes, that this CTA multiplies of a tile.
 template <class Tile, class OperandA, class B, bool kMnMajor>
 struct Accumulate {
   using A = OperandA;
@@ -38,18 +46,17 @@ struct Accumulate {
     FI_DEVICE void init() {}
   };
 
-  const GemmSm90Params& p;
   typename Tile::Ring& ring;
   const StageOperands<Tile, A, B, kMnMajorB> operands;
 
   template <class All>
-  FI_DEVICE Accumulate(const GemmSm90Params& params, All& all, int warpgroup)
-      : p(params), ring(all.ring), operands(all.operands, warpgroup) {}
+  FI_DEVICE Accumulate(const GemmSm90Params&, All& all, int warpgroup)
+      : ring(all.ring), operands(all.operands, warpgroup) {}
 
   template <class Epilogue>
-  FI_DEVICE void multiply(float (&d)[kMBlocks][kCount], const Epilogue&, PipelineState& at) {
+  FI_DEVICE void multiply(float (&d)[kMBlocks][kCount], const Epilogue&, PipelineState& at, int k_blocks) {
     int before = 0;
-    for (int k = 0; k < p.k_blocks; ++k) {
+    for (int k = 0; k < k_blocks; ++k) {
       const uint64_t a_stage = operands.a_of(at.stage), b_stage = operands.b_of(at.stage);
       ring.pipeline.wait(at);
       wgmma_fence();

@@ -17,6 +17,8 @@ struct GemmTileSm90 {
   // Of a warpgroup. kHalf: columns of a projection.
   static constexpr int kOwnRows = kRows / kWarpgroupsM, kOwnColumns = kColumns * kWarpgroupsM / kConsumers;
   static constexpr int kHalf = kOwnColumns / 2;
+  static constexpr int kBoxes = kColumns > 256 ? 2 : 1;  // of b: TMA loads 256 rows at most
+  static_assert(kColumns % (8 * kBoxes) == 0, "whole periods of the swizzle");
   static_assert(!kGated || kOwnRows == 64, "64 rows of a warpgroup");
 
   FI_DEVICE static int row(int warpgroup) { return warpgroup % kWarpgroupsM * kOwnRows; }

@@ -13,6 +13,7 @@ struct GemmTile {
   int row, column;       // the first ones
   int rows;              // that exist, from `row` on; may be more than the tile has, or negative
   int a_batch, b_batch;  // matrices of a (and out) and of b
+  int shared;            // the CTAs of a cluster share its k; by kernels that may do so
 };
 
 // Tiles of a batch of equal products, and of one whose rows have the group of each 128 rows.
@@ -31,7 +32,7 @@ struct BatchedTilesOf {
   FI_DEVICE bool next(GemmTile& tile) {
     const int tiles = raster.tiles();
     for (; next_tile < tiles * matrices(); next_tile += step) {
-      const int batch = next_tile / tiles;
+      const int batch = next_tile < tiles ? 0 : next_tile / tiles;
       const GroupedRaster::Tile at = raster.at(next_tile - batch * tiles);
       tile.row = at.m * kRows;
       tile.column = at.n * kColumns;

@@ -65,6 +65,7 @@ struct Driver {
   Result (*KernelGetFunction)(Function*, Kernel);
   Result (*KernelSetAttribute)(int, int, Kernel, Device);
   Result (*LaunchKernelEx)(const LaunchConfig*, Function, void**, void**);
+  Result (*OccupancyMaxActiveClusters)(int*, Function, const LaunchConfig*);
   // map, element type, rank, address, sizes, strides, box, element strides, interleave, swizzle, promotion, fill
   Result (*TensorMapEncodeTiled)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*,
                                  const uint32_t*, int, int, int, int);
@@ -111,6 +112,7 @@ struct Driver {
         {&d.KernelGetFunction, "cuKernelGetFunction"},
         {&d.KernelSetAttribute, "cuKernelSetAttribute"},
         {&d.LaunchKernelEx, "cuLaunchKernelEx"},
+        {&d.OccupancyMaxActiveClusters, "cuOccupancyMaxActiveClusters"},
         {&d.TensorMapEncodeTiled, "cuTensorMapEncodeTiled"},
         {&d.CtxGetCurrent, "cuCtxGetCurrent"},
         {&d.CtxGetDevice, "cuCtxGetDevice"},

@@ -147,6 +147,33 @@ struct Kernel {
                  "cuTensorMapEncodeTiled");
   }
 
+  // Clusters of so many CTAs that run at a time, where each CTA takes an SM: SMs come in groups of different sizes.
+  // Asked once for each device.
+  int64_t clusters(const Entry& entry, unsigned ctas, int64_t shared_bytes, DLDevice device) const {
+    constexpr unsigned kMost = 8;
+    static std::array<std::array<std::atomic<int>, kMost + 1>, 64> known;
+    if (ctas == 1 || !library) return multiprocessors(device) / ctas;
+    FI_CHECK(ctas <= kMost && device.device_id >= 0 && device.device_id < 64, ValueError,
+             "clusters have at most %u CTAs, and device indices are in 0..63; got %u, %d", kMost, ctas,
+             device.device_id);
+    std::atomic<int>& count = known[device.device_id][ctas];
+    if (int found = count.load(std::memory_order_relaxed)) return found;
+    cu::DeviceGuard guard(device.device_id);
+    const cu::Driver& driver = cu::Driver::get();
+    allow<cu::kMaxDynamicSharedBytes>(entry, entry.shared_allowed, shared_bytes, device.device_id);
+    cu::LaunchAttribute attribute{};
+    attribute.id = cu::kClusterDimension;
+    attribute.value.cluster = {ctas, 1, 1};
+    const cu::LaunchConfig config{
+        ctas,    1,          1, static_cast<unsigned>(entry.threads), 1, 1, static_cast<unsigned>(shared_bytes),
+        nullptr, &attribute, 1};
+    int found = 0;
+    driver.check(driver.OccupancyMaxActiveClusters(&found, reinterpret_cast<cu::Function>(entry.kernel), &config),
+                 "cuOccupancyMaxActiveClusters");
+    count.store(found, std::memory_order_relaxed);
+    return found;
+  }
+
   // The first entry that `takes` accepts: entries are in order of preference.
   template <class Takes>
   const Entry& first_entry(Takes takes) const {

@@ -1,0 +1,55 @@
+"""Products whose k a cluster of CTAs splits: any number of them, alone or behind tiles that are not split."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from families.harness import assert_close, assert_guards, guarded, rand, using
+from fi_core.gemm.ops import GEMM, GemmConfig, GemmStores, gemm
+from fi_core.runtime.dispatch import Request, choose
+from fi_core.runtime.spec.target import Target
+
+E4M3 = torch.float8_e4m3fn
+TRANSPOSING = GemmStores.EITHER, GemmStores.TRANSPOSED
+
+
+def configs(dtype: str) -> list[GemmConfig]:
+    unit = choose(Request.of(GEMM, Target("cuda", "90a"), {"a": dtype, "b": dtype})).spec.unit()
+    assert unit
+    return [entry.config for entry in unit.entries]
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "splits"),
+    [
+        (257, 1000, 2064, (2, 3, 4)),  # tails of m, n and k; some CTAs have fewer blocks of k
+        (70, 333, 1168, (2, 3, 4)),
+        (300, 11500, 2048, (2,)),  # one or two waves of whole tiles, then tiles that are split
+    ],
+)
+def test_a_split_product_is_the_product(dtype: str, m: int, n: int, k: int, splits: tuple[int, ...]) -> None:
+    """Parts are added in the order of ranks: the same bits in each call."""
+    torch_dtype = torch.bfloat16 if dtype == "bf16" else E4M3
+    a, b = (rand(rows, k, dtype=torch_dtype, device="cuda", seed=rows) for rows in (m, n))
+    scales: tuple[torch.Tensor, ...] = ()
+    want = a.double() @ b.double().T
+    if dtype == "e4m3":
+        sa, sb = (rand(rows, dtype=torch.float32, device="cuda", seed=5).abs() for rows in (m, n))
+        scales, want = (sa, sb), want * sa.double().unsqueeze(-1) * sb.double()
+    all_configs = configs(dtype)
+    transposing = [i for i, config in enumerate(all_configs) if config.stores in TRANSPOSING]
+    assert len(transposing) >= 4
+    for number, split in itertools.product(transposing, splits):
+        results = [guarded((m, n), torch.bfloat16, "cuda", row_padding=8) for _ in range(2)]
+        for out in results:
+            with using("gemm", "wgmma_sm90"):
+                gemm(out, a, b, *scales, tactic=split * len(all_configs) + number)
+            assert_close(out, want, tolerance=(1e-2, 5e-2 * want.abs().mean().item()))
+            assert_guards(out)
+        assert torch.equal(*results)

@@ -58,13 +58,9 @@ SEAMS = {
         "vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py": (
             "UnquantizedFusedMoEMethod.__init__", "UnquantizedFusedMoEMethod.process_weights_after_loading",
         ),
-        "vllm/model_executor/layers/fused_moe/oracle/fp8.py": ("Fp8MoeBackend",),
         "vllm/model_executor/layers/fused_moe/oracle/mxfp4.py": ("Mxfp4MoeBackend", "make_mxfp4_moe_kernel"),
         "vllm/model_executor/layers/fused_moe/oracle/unquantized.py": ("UnquantizedMoeBackend",),
         "vllm/model_executor/layers/quantization/__init__.py": ("register_quantization_config",),
-        "vllm/model_executor/layers/quantization/fp8.py": (
-            "Fp8Config.get_quant_method", "Fp8MoEMethod.__init__", "Fp8MoEMethod.process_weights_after_loading",
-        ),
         "vllm/model_executor/layers/quantization/mxfp4.py": (
             "Mxfp4Config.get_quant_method", "GptOssMxfp4MoEMethod.__init__",
             "GptOssMxfp4MoEMethod.maybe_roundup_sizes", "GptOssMxfp4MoEMethod.get_fused_moe_quant_config",

@@ -99,6 +99,7 @@ def test_each_line_is_checked_on_the_cpu(line: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.gpu
+@pytest.mark.slow  # alone on the GPU
 @pytest.mark.parametrize("line", SEED_LINES)
 def test_each_line_is_checked_on_a_gpu(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As it is written: each backend is right, or says which package it needs. The largest takes 110 GB."""

@@ -193,6 +193,8 @@ def bf16_call(op: Op) -> dict[str, Any]:
         found[argument.name] = argument.default if number else usual.get(argument.kind)
         if argument.is_tensor and argument.name in ("k", "v"):  # v is None where k is a cache of both
             found[argument.name] = tensor
+        if argument.name == "input_dtype":
+            found[argument.name] = 2  # bf16, of replayssm_materialize
     return found
 
 

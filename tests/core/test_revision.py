@@ -33,7 +33,7 @@ def tree(tmp_path: Path) -> Path:
     """A repository with what a build of fi-core takes, and little else."""
     top = tmp_path / "tree"
     package_in(top).mkdir(parents=True)
-    for name in ("VERSION", "tools/build_hook.py", "tools/lockstep.py", "packages/fi-core/pyproject.toml",
+    for name in (".gitignore", "VERSION", "tools/build_hook.py", "tools/lockstep.py", "packages/fi-core/pyproject.toml",
                  "packages/fi-core/README.md", "packages/fi-core/LICENSE"):  # fmt: skip
         (top / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, top / name)

@@ -21,7 +21,7 @@ import fi_kernels
 from docs.pages import PAGES, ROOT, Table, tables
 from docs.test_commands import sessions
 from fi_core.attention.wrappers import decode_arguments, prefill_arguments
-from fi_core.integrations import vllm
+from fi_core.integrations import sglang, vllm
 from fi_core.registry import ops
 from fi_core.runtime.spec.target import PREBUILT_ARCHS
 
@@ -146,10 +146,12 @@ COMPLETE: dict[tuple[str, str], Callable[[Table], tuple[set[Any], set[Any]]]] = 
         set(map(int, table.column("level"))),
         constants([SRC / "fi-core/src/fi_core/observe/log.py"], _level),
     ),
+    ("docs/guides/sglang.md", "SGLang"): lambda table: (set(table.column("SGLang")) - {"others"}, set(sglang.VERSIONS)),
     ("docs/guides/vllm.md", "vLLM"): lambda table: (set(table.column("vLLM")) - {"others"}, set(vllm.VERSIONS)),
 }
 # Tables that explain: what they name exists, and more exists than they name.
 EXPLAINING = {
+    ("README.md", "engine"),
     ("SECURITY.md", "question"),
     ("benchmarks/README.md", "FlashInfer's script"),
     ("docs/concepts/security.md", "what"),
@@ -163,13 +165,16 @@ EXPLAINING = {
     ("docs/guides/caching.md", "op"),
     ("docs/guides/fp8.md", "function"),
     ("docs/guides/gemm.md", "function"),
+    ("docs/guides/migration.md", "take"),
     ("docs/guides/observability.md", "question"),
     ("docs/guides/rope-and-norms.md", "function"),
     ("docs/guides/sampling.md", "filter"),
     ("docs/guides/troubleshooting.md", "message"),  # messages: test_snippets
+    ("docs/guides/vllm.md", "model"),
     ("docs/index.md", ""),
 }
-THEIRS = ("FlashInfer", "FlashInfer's script", "`flashinfer/`", "message")  # columns that show other things than names
+# Columns that show other things than names of fi.
+THEIRS = ("FlashInfer", "FlashInfer's script", "`flashinfer/`", "message", "what stays vLLM's")
 
 
 def test_every_table_is_in_a_list() -> None:

@@ -206,7 +206,7 @@ def test_refusals() -> None:
     good: dict[str, Any] = {"x": x, **w, "conv_states": state, "query_start_loc": table(0, 8)}
     for changes, error, words in (
         ({"activation": "gelu"}, ValueError, "activation must be 'silu'"),
-        ({"cache_indices": [8]}, TypeError, "cache_indices must be a tensor of slots, .*seq_lens_cpu"),
+        ({"cache_indices": [8]}, TypeError, "cache_indices must be a tensor of slots, .*sixth argument"),
         ({"x": x[0]}, ValueError, r"x must have shape \[dim, T\]"),
         ({"weight": rand(DIM, 6, dtype=BF16, device="cpu")}, ValueError, "weight must have shape .*width 2 to 5"),
         ({"bias": w["bias"].float()}, TypeError, "bias must have the dtype of x"),

@@ -357,7 +357,9 @@ def test_the_elements_of_an_output_share_no_memory(found: Any) -> None:
     dtype = found.template.sample(**sizes).get("out", good).dtype
     one = torch.empty(shape.numel(), dtype=dtype)
     overlapping = [one.as_strided(shape, [1] * len(shape))] if len(shape) > 1 else []
-    for out in (torch.empty(shape[1:], dtype=dtype).expand(shape), *overlapping):
+    several = next(i for i, size in enumerate(shape) if size > 1)
+    repeated = torch.empty([1 if i == several else size for i, size in enumerate(shape)], dtype=dtype).expand(shape)
+    for out in (repeated, *overlapping):
         with pytest.raises(ValueError, match="is written, so no two of its elements may share memory; got shape"):
             found.call({**found.template.sample(**sizes), "out": out})
 

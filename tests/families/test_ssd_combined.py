@@ -15,7 +15,9 @@ from fi_core.mamba import SSDCombined, mamba_chunk_scan_combined_varlen, ssd_com
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 HEADS, GROUPS = 4, 2
 LENGTHS = [70, 0, 200, 1, 64, 129]
-OUTPUTS, STATES = (2e-2, 2e-1), (1e-2, 3e-2)  # outputs sum up to 128 terms of size 10, which may cancel
+# Outputs sum up to 128 terms of size 10, which may cancel. In fp64 with the operands of products rounded to bf16, the
+# worst of them are 0.21 beyond the relative part.
+OUTPUTS, STATES = (2e-2, 3e-1), (1e-2, 3e-2)
 
 
 def inputs(tokens: int, device: str, dim: int = 64, dstate: int = 128, dtype: torch.dtype = BF16) -> dict[str, Any]:
@@ -169,7 +171,7 @@ def test_decays_at_their_extremes(device: str) -> None:
     want, states = expected(x, 0, 150, state[0])
     assert final is not None
     assert_close(final[0], states[-1], tolerance=(1e-2, 0.3))
-    assert_close(y[0], want, tolerance=(2e-2, 2.0))
+    assert_close(y[0], want, tolerance=(2e-2, 8.0))  # up to 5600; as above, 5.2 beyond the relative part
     limited, _ = ssd_combined_fwd(**x, initial_states=state, dt_limit=(0.0, 0.5))
     clamped = {**x, "dt_softplus": False, "dt_bias": None}
     clamped["dt"] = torch.nn.functional.softplus(x["dt"].float() + x["dt_bias"]).clamp(0.0, 0.5)

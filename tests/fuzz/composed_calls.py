@@ -10,7 +10,7 @@ import torch
 
 import fi_core
 from families.harness import rand
-from fi_core import comm, fused_moe, gemm
+from fi_core import comm, fused_moe, gemm, mamba
 
 BF16, F32 = torch.bfloat16, torch.float32
 Arguments = dict[str, Any]
@@ -42,6 +42,29 @@ def _pages() -> Arguments:
         "kv_cache_sf": (_bytes(4, 4, 2, 4), _bytes(4, 4, 2, 4)), "block_tables": _ints(0, 1, 2, 3).view(2, 2),
         "seq_lens": _ints(3, 7), "k_scale": 0.5, "v_scale": torch.ones(1), "output_k": _bf16(2, 8, 2, 64),
         "output_v": _bf16(2, 8, 2, 64),
+    }  # fmt: skip
+
+
+def _scan() -> Arguments:
+    return {
+        "x": _bf16(70, 4, 32), "dt": _bf16(70, 4), "A": -torch.ones(4), "B": _bf16(70, 2, 16), "C": _bf16(70, 2, 16),
+        "chunk_size": 64, "cu_seqlens": _ints(0, 30, 70), "cu_chunk_seqlens": _ints(0, 30, 70),
+        "last_chunk_indices": _ints(0, 1), "seq_idx": _ints(0, 1), "out": _bf16(70, 4, 32),
+        "initial_states": rand(2, 4, 32, 16, dtype=F32, device="cpu"), "return_intermediate_states": True,
+        "state_dtype": F32,
+    }  # fmt: skip
+
+
+def _no_rings() -> Arguments:
+    """Of no layer: addresses in a tensor are for the user to check, so that the fuzz gives none."""
+    pools = ("state", "x_cache", "B_cache", "dt_cache", "state_scale")
+    names = ("A_ptrs", *(f"{pool}_{what}" for pool in pools for what in ("ptrs", "slot_strides")))
+    return {
+        **{name: torch.zeros(0, dtype=torch.int64) for name in names},
+        **{name: torch.zeros(0, 0, dtype=torch.int32) for name in ("src_slots", "dst_slots")},
+        **{name: _ints() for name in ("ring_start", "replay_prefix_len", "active_request_indices")},
+        "state_dtype": F32, "input_dtype": BF16, "matrixA_dtype": F32, "dim": 64, "dstate": 128, "num_heads": 4,
+        "heads_per_group": 2, "max_window": 8, "ring_buffer_len": 8,
     }  # fmt: skip
 
 
@@ -97,6 +120,8 @@ def calls() -> Iterator[tuple[str, Callable[..., Any], Callable[[], Arguments]]]
         "logits": rand(6, 64, dtype=F32, device="cpu"), "seq_lens": _ints(64, 2, 17), "top_k": 8, "next_n": 2,
         "return_values": True,
     }  # fmt: skip
+    yield "scan of chunks", mamba.mamba_chunk_scan_combined_varlen, _scan
+    yield "states of rings", mamba.replayssm_materialize, _no_rings
     yield "nvfp4 rows", fi_core.nvfp4_kv_dequantize, lambda: {
         "fp4_data": _bytes(7, 48), "block_scales": _bytes(7, 6), "global_scale": torch.ones(1),
     }  # fmt: skip

@@ -31,7 +31,10 @@ from kernels.kept import kept
 pytestmark = pytest.mark.slow
 TUNED = "90a"
 LARGEST_FILE = 440_000  # bytes; fp8 GEMM has ten tiles, of which three can store a transpose
-LARGEST_SET = 30_000_000  # of one architecture; fi-cubin packs it to a fifth
+# all_reduce in two shots has a kernel for each number of ranks and of vectors; the loops of causal_conv1d are longer on
+# Blackwell.
+LARGEST_FILES = {"all_reduce": 660_000, "causal_conv1d": 500_000}
+LARGEST_SET = 35_000_000  # of one architecture; fi-cubin packs it to a fifth
 
 # Entries that may do without 128-bit accesses: those for unaligned tensors, and ops that move only a few integers.
 NARROW = {
@@ -65,11 +68,15 @@ NARROW = {
 # Bytes of stack that kernels of an op may have, on one architecture or on all. MLA has two to twenty registers too few,
 # of 168 or 255; prepare_chunks has two too few but on sm_90 and sm_120, of the 96 that let an SM have five CTAs;
 # batch_prefill_mma for any head dim has two too few, of 255, on sm_89, and on sm_90 where it reads fp8;
-# recurrent_gated_delta_rule with a bf16 state has four too few on sm_80, of 128.
+# recurrent_gated_delta_rule with a bf16 state has four too few on sm_80, of 128; causal_conv1d of four taps has up to
+# 26 too few on Blackwell, of 128; all_reduce in two shots with a norm has four too few, of 64 or 128.
 STACK = {
+    "all_reduce": 16,
     "batch_mla": 80,
     "batch_prefill on sm_89": 8,
     "batch_prefill by mma_sm80 on sm_90a": 8,
+    "causal_conv1d on sm_100a": 104,
+    "causal_conv1d on sm_120a": 72,
     "chunk_gated_delta_rule": 8,
     "concat_mla_k": 8,
     "moe_gather": 8,
@@ -231,7 +238,7 @@ def test_registers_suffice_and_the_compiler_is_content(spec: Spec) -> None:
     binary = image(spec)
     found = complaints(binary, stack_of(spec))
     assert not found, "\n".join(found)
-    assert binary.stat().st_size <= LARGEST_FILE
+    assert binary.stat().st_size <= LARGEST_FILES.get(spec.op.name, LARGEST_FILE)
 
 
 @pytest.mark.parametrize("spec", of_arch(TUNED), ids=by_name)

@@ -347,7 +347,7 @@ def fresh(inputs: Inputs) -> Inputs:
 
 
 def overwritten(inputs: Inputs, values: Inputs) -> Inputs:
-    """The inputs with other values in the same memory; where shapes differ, as of drawn lengths, the others as they are."""
+    """The inputs with other values in the same memory; else the others, where shapes are drawn too."""
     import torch
 
     def pairs(a: Any, b: Any) -> Iterator[tuple[Any, Any]]:
@@ -367,7 +367,8 @@ def overwritten(inputs: Inputs, values: Inputs) -> Inputs:
             return values
     for a, b in found:
         if isinstance(a, torch.Tensor):
-            a.copy_(b)
+            once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in a.stride())
+            a[once].copy_(b[once])
     return inputs
 
 

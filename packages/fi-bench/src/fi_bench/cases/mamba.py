@@ -48,9 +48,17 @@ def _torch_conv_update(x: Inputs) -> Any:
 
 def _ring(p: Namespace) -> dict[str, Any]:
     return sizes_of(
-        p, "batch_size", "seq_len", "ring", "nheads", "dim", "dstate", "ngroups", dtype="input_dtype",
+        p,
+        "batch_size",
+        "seq_len",
+        "ring",
+        "nheads",
+        "dim",
+        "dstate",
+        "ngroups",
+        dtype="input_dtype",
         state_dtype="state_dtype",
-    )  # fmt: skip
+    )
 
 
 def _torch_ring(x: Inputs) -> Any:
@@ -112,14 +120,26 @@ def _materialize(function: Any, x: Inputs) -> Any:
             tables[f"{name}_slot_strides"] = torch.tensor([pool.stride(0) for pool in pools]).to(x.state.device)
         rates = torch.tensor([rate.data_ptr() for rate in x.A.unbind(0)]).to(x.state.device)
         call = x.__dict__["call"] = functools.partial(
-            function, **tables, A_ptrs=rates, state_scale_ptrs=rates * 0, state_scale_slot_strides=rates * 0,
-            src_slots=x.src_slots, dst_slots=x.dst_slots, ring_start=x.ring_start,
+            function,
+            **tables,
+            A_ptrs=rates,
+            state_scale_ptrs=rates * 0,
+            state_scale_slot_strides=rates * 0,
+            src_slots=x.src_slots,
+            dst_slots=x.dst_slots,
+            ring_start=x.ring_start,
             replay_prefix_len=torch.full_like(x.ring_start, _HELD),
             active_request_indices=torch.arange(len(x.ring_start), dtype=torch.int32, device=x.state.device),
-            state_dtype=x.state.dtype, input_dtype=x.x_cache.dtype, matrixA_dtype=x.A.dtype, dim=x.state.shape[3],
-            dstate=x.state.shape[4], num_heads=x.state.shape[2], heads_per_group=x.state.shape[2] // x.B_cache.shape[2],
-            max_window=_HELD, ring_buffer_len=x.x_cache.shape[3],
-        )  # fmt: skip
+            state_dtype=x.state.dtype,
+            input_dtype=x.x_cache.dtype,
+            matrixA_dtype=x.A.dtype,
+            dim=x.state.shape[3],
+            dstate=x.state.shape[4],
+            num_heads=x.state.shape[2],
+            heads_per_group=x.state.shape[2] // x.B_cache.shape[2],
+            max_window=_HELD,
+            ring_buffer_len=x.x_cache.shape[3],
+        )
     call()
     return x.state
 
@@ -156,9 +176,18 @@ def _materialize_work(p: Namespace, x: Inputs) -> Work:
 
 def _ssd(p: Namespace) -> dict[str, Any]:
     return sizes_of(
-        p, "batch_size", "seq_len", "nheads", "dim", "dstate", "ngroups", "has_z", "dt_softplus",
-        dtype="input_dtype", state_dtype="state_dtype",
-    )  # fmt: skip
+        p,
+        "batch_size",
+        "seq_len",
+        "nheads",
+        "dim",
+        "dstate",
+        "ngroups",
+        "has_z",
+        "dt_softplus",
+        dtype="input_dtype",
+        state_dtype="state_dtype",
+    )
 
 
 def _torch_ssd(x: Inputs) -> Any:

@@ -48,7 +48,7 @@ class _Inputs:
 def arguments(device: str) -> Calls:
     """Makes the arguments of one small call, by the function's name below fi_core."""
     x = _Inputs(device)
-    return {**_exchanges(x), **_layers(x), **_caches(x), **_attention(x), **_sampling(x)}
+    return {**_exchanges(x), **_layers(x), **_caches(x), **_attention(x), **_states(x), **_sampling(x)}
 
 
 def _exchanges(x: _Inputs) -> Calls:
@@ -213,6 +213,30 @@ def _attention(x: _Inputs) -> Calls:
             ints(40, 20), 20, 40, 0.1, 1.0, 2, ints(0, 20, 33), ints(0, 40, 60),
         ),
     }  # fmt: skip
+
+
+def _states(x: _Inputs) -> Calls:
+    """Of Mamba-2, beside `selective_state_update`."""
+    import torch
+
+    rand = x.rand
+    return {
+        "mamba.causal_conv1d_update": lambda: (
+            rand(2, 64),
+            rand(3, 64, 3),
+            rand(64, 4),
+            rand(64),
+            "silu",
+            x.ints(0, 2),
+        ),
+        "mamba.ssd_combined_fwd": lambda: (
+            rand(1, 70, 4, 64),
+            rand(1, 70, 4),
+            -rand(4, dtype=torch.float32).abs(),
+            rand(1, 70, 2, 128),
+            rand(1, 70, 2, 128),
+        ),
+    }
 
 
 def _sampling(x: _Inputs) -> Calls:

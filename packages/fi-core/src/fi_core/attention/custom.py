@@ -122,10 +122,18 @@ class CustomAttention:
         extras = self.variant.arguments(given, {}, {}, q.device)
         few = bool(dict(self.custom.forms[0].axes)["few"])
         return attend(
-            q, k, v, kv_layout=kv_layout, pos_encoding_mode="ROPE_LLAMA" if self.rope else "NONE",
-            window_left=window_left, out_dtype=self.dtypes[2], return_lse=return_lse, splits=few, causal=causal,
+            q,
+            k,
+            v,
+            kv_layout=kv_layout,
+            pos_encoding_mode="ROPE_LLAMA" if self.rope else "NONE",
+            window_left=window_left,
+            out_dtype=self.dtypes[2],
+            return_lse=return_lse,
+            splits=few,
+            causal=causal,
             variant=VariantCall(self.on(q.device), extras),
-        )  # fmt: skip
+        )
 
     def check(self, q: Any, kv: Any, out: Any, head_dim_qk: int, head_dim_vo: int) -> None:
         """Raises ValueError if a call or a plan differs from the declaration of the module."""

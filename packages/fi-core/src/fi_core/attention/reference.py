@@ -44,9 +44,22 @@ def gather_pages(cache, kv_indptr, kv_indices, kv_last_page_len, seq_lens, reque
 
 
 def attend_pages(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, kv_indptr, kv_indices, kv_last_page_len, sm_scale, qo_indptr=None, seq_lens=None,
-    q_scale=1.0, k_scale=1.0, v_scale=1.0, kv_layout="NHD", causal=False, **options,
-):  # fmt: skip
+    q,
+    k_cache,
+    v_cache,
+    kv_indptr,
+    kv_indices,
+    kv_last_page_len,
+    sm_scale,
+    qo_indptr=None,
+    seq_lens=None,
+    q_scale=1.0,
+    k_scale=1.0,
+    v_scale=1.0,
+    kv_layout="NHD",
+    causal=False,
+    **options,
+):
     """`attend_request` of each request of a batch over its pages, with these options: output and base-2 lse.
 
     Without qo_indptr all requests have the same number of rows, and several are causal.

@@ -9,6 +9,7 @@ import time
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+from fi_core.comm.workspace import device_of
 from fi_core.observe.log import fi_api
 
 if TYPE_CHECKING:
@@ -87,13 +88,17 @@ class ParallelInfo:
             )
         self.world_rank, self.world_size = world_rank, world_size
         self.local_rank, self.local_size, self.inter_rank, self.inter_size = (
-            local_rank, local_size, inter_rank, inter_size,
-        )  # fmt: skip
+            local_rank,
+            local_size,
+            inter_rank,
+            inter_size,
+        )
         self.local_tp_size, self.local_dp_size = _split("local", local_size, local_tp_size, local_dp_size)
         self.inter_tp_size, self.inter_dp_size = _split("inter", inter_size, inter_tp_size, inter_dp_size)
         self.tp_size, self.dp_size = (
-            self.local_tp_size * self.inter_tp_size, self.local_dp_size * self.inter_dp_size,
-        )  # fmt: skip
+            self.local_tp_size * self.inter_tp_size,
+            self.local_dp_size * self.inter_dp_size,
+        )
         self.tp_rank, self.dp_rank = self.place(world_rank)
         self.use_tp, self.use_dp = self.tp_size > 1, self.dp_size > 1
         self.use_mixed, self.use_inter = self.use_tp and self.use_dp, inter_size > 1
@@ -162,9 +167,17 @@ class MixedCommHandler:
         if dtype not in (torch.float16, torch.bfloat16):
             raise TypeError(f"dtype must be float16 or bfloat16; got {dtype}")
         self.para_info = ParallelInfo(
-            world_rank, world_size, local_rank, local_size, inter_rank, inter_size, local_tp_size, local_dp_size,
-            inter_tp_size, inter_dp_size,
-        )  # fmt: skip
+            world_rank,
+            world_size,
+            local_rank,
+            local_size,
+            inter_rank,
+            inter_size,
+            local_tp_size,
+            local_dp_size,
+            inter_tp_size,
+            inter_dp_size,
+        )
         if not dist.is_initialized():
             raise RuntimeError("torch.distributed must have a process group: call init_process_group first")
         if (dist.get_rank(), dist.get_world_size()) != (world_rank, world_size):
@@ -172,8 +185,8 @@ class MixedCommHandler:
                 f"world_rank and world_size must be those of torch.distributed, {dist.get_rank()} and "
                 f"{dist.get_world_size()}; got {world_rank} and {world_size}"
             )
-        self.dtype, self.device, self.use_autotune = dtype, torch.device(device), use_autotune
-        self._groups: list[ProcessGroup | None] = [None, None]  # of each axis; None: the world
+        self.dtype, self.device, self.use_autotune = dtype, device_of(device), use_autotune
+        self._groups: list[Any] = [None, None]  # the ProcessGroup of each axis; None: the world
         if self.para_info.use_mixed:
             for axis in range(2):
                 for ranks in self.para_info.groups(axis):
@@ -213,15 +226,16 @@ class MixedCommHandler:
     def _seconds(self, op: MixedCommOp, x: torch.Tensor, mode: MixedCommMode) -> float:
         import torch
 
-        for repeat in range(_REPEATS + 1):
-            if repeat == 1:
-                if x.is_cuda:
-                    torch.cuda.synchronize(x.device)
-                begin = time.perf_counter()
+        def now() -> float:
+            if x.is_cuda:
+                torch.cuda.synchronize(x.device)
+            return time.perf_counter()
+
+        self.communicate(op, x, mode)
+        begin = now()
+        for _ in range(_REPEATS):
             self.communicate(op, x, mode)
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
-        return time.perf_counter() - begin
+        return now() - begin
 
     def select_autotune_mode(self, op: MixedCommOp, x_in: torch.Tensor) -> MixedCommMode:
         """The mode that was faster for the measured size next below, or the smallest."""

@@ -146,8 +146,12 @@ class CutlassHummingConfig(BackendConfig):
     backend_key = "cutlass_humming"
     pair = (QuantFormat.MXFP4, QuantFormat.FP8PerTensor)
     scales = (
-        "fc1_expert_scales", "fc1_residual_scale", "fc2_act_global", "fc2_expert_scales", "fc2_residual_scale",
-    )  # fmt: skip
+        "fc1_expert_scales",
+        "fc1_residual_scale",
+        "fc2_act_global",
+        "fc2_expert_scales",
+        "fc2_residual_scale",
+    )
     options = ("use_w4_group_scaling", "use_wfp4afp8_humming")
     multiple = _BLOCK
 
@@ -215,11 +219,17 @@ class CutlassFp8PerTensorConfig(BackendConfig):
         x = _multiplier("hidden_states_scale_global", hidden_states_scale_global, up.device)
         inner = _multiplier("intermediate_scale_global", intermediate_scale_global, up.device)
         return {
-            "fc1_expert_weights": w1, "fc2_expert_weights": w2, "fc1_dequant_scale": s1 / x,
-            "fc2_act_quant_scale": inner.clone(), "fc2_dequant_scale": s2 / inner,
-            "fc1_act_dequant_scale": x.reciprocal(), "fc1_dequant": s1, "fc2_dequant": s2,
-            "hidden_states_scale_global": x, "intermediate_scale_global": inner,
-        }  # fmt: skip
+            "fc1_expert_weights": w1,
+            "fc2_expert_weights": w2,
+            "fc1_dequant_scale": s1 / x,
+            "fc2_act_quant_scale": inner.clone(),
+            "fc2_dequant_scale": s2 / inner,
+            "fc1_act_dequant_scale": x.reciprocal(),
+            "fc1_dequant": s1,
+            "fc2_dequant": s2,
+            "hidden_states_scale_global": x,
+            "intermediate_scale_global": inner,
+        }
 
     @staticmethod
     def prepare_activations(
@@ -270,9 +280,15 @@ class CutlassW4A8Config(BackendConfig):
     backend_key = "cutlass_w4a8"
     pair = (QuantFormat.INT4, QuantFormat.FP8PerTensor)
     scales = (
-        "fc1_expert_scales", "fc2_expert_scales", "fc1_act_scale", "fc2_act_scale", "fc1_zero", "fc2_zero",
-        "fc1_alpha", "fc2_alpha",
-    )  # fmt: skip
+        "fc1_expert_scales",
+        "fc2_expert_scales",
+        "fc1_act_scale",
+        "fc2_act_scale",
+        "fc1_zero",
+        "fc2_zero",
+        "fc1_alpha",
+        "fc2_alpha",
+    )
     options = ("use_w4_group_scaling", "use_packed_weights")
     multiple = _BLOCK
 
@@ -298,6 +314,10 @@ class CutlassW4A8Config(BackendConfig):
 
 
 BACKENDS: tuple[type[BackendConfig], ...] = (
-    CutlassBf16Config, CutlassW4A16Config, CutlassFp8BlockConfig, CutlassFp8PerTensorConfig, CutlassW4A8Config,
+    CutlassBf16Config,
+    CutlassW4A16Config,
+    CutlassFp8BlockConfig,
+    CutlassFp8PerTensorConfig,
+    CutlassW4A8Config,
     CutlassHummingConfig,
-)  # fmt: skip
+)

@@ -162,7 +162,10 @@ class MoELayer:
         here = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
         if device is not None and not isinstance(device, (str, torch.device)):
             raise TypeError(f"device must be a device of torch; got {device!r}")
-        self.device = torch.device(here if device is None else device)
+        try:
+            self.device = torch.device(here if device is None else device)
+        except RuntimeError as error:
+            raise ValueError(f"device must be a device of torch; got {device!r}") from error
         self._winner: str | None = None
         reasons = {type(candidate).__name__: self._missing(candidate) for candidate in config.backend}
         chosen = [candidate for candidate in config.backend if not reasons[type(candidate).__name__]]
@@ -180,18 +183,22 @@ class MoELayer:
         config, quant, experts = self.config, self.config.quant, self.config.experts
         local = experts.local_num_experts or config.routing.num_experts
         checks = (
-            (quant.pair == candidate.pair,
-             f"needs {candidate.pair[0].name} weights and {candidate.pair[1].name} activations"),
+            (
+                quant.pair == candidate.pair,
+                f"needs {candidate.pair[0].name} weights and {candidate.pair[1].name} activations",
+            ),
             (quant.output is QuantFormat.BF16, "the output must be BF16"),
             (not quant.swizzled_scale_factors, "swizzled_scale_factors must be None: tokens have no scales"),
             (not quant.per_token_scale, "per_token_scale must be None"),
             (quant.nvfp4_4over6 is UNSET, "nvfp4_4over6 must be left out"),
             (config.finalize.do_finalize, "do_finalize must be True"),
             (not experts.num_fused_shared_experts, "num_fused_shared_experts must be 0"),
-            (not config.routing.num_experts % local and not experts.local_expert_offset % local,
-             "local_num_experts must divide num_experts and local_expert_offset"),
+            (
+                not config.routing.num_experts % local and not experts.local_expert_offset % local,
+                "local_num_experts must divide num_experts and local_expert_offset",
+            ),
             (getattr(config.activation, "clamp_limit", None) is None, "SiTU must have no clamp_limit"),
-        )  # fmt: skip
+        )
         return next((words for holds, words in checks if not holds), "")
 
     def _of_activation(self, activation: ActivationConfig) -> dict[str, Any]:
@@ -265,12 +272,18 @@ class MoELayer:
         local = config.experts.local_num_experts or config.routing.num_experts
         self._winner = self._backend.backend_key
         result: torch.Tensor = cutlass_fused_moe(
-            act_pack.hidden_states_q, act_pack.topk_ids, act_pack.topk_weights, output_dtype=torch.bfloat16,
-            ep_size=config.routing.num_experts // local, ep_rank=config.experts.local_expert_offset // local,
-            activation_type=config.activation.type, enable_pdl=config.execution.enable_pdl,
+            act_pack.hidden_states_q,
+            act_pack.topk_ids,
+            act_pack.topk_weights,
+            output_dtype=torch.bfloat16,
+            ep_size=config.routing.num_experts // local,
+            ep_rank=config.experts.local_expert_offset // local,
+            activation_type=config.activation.type,
+            enable_pdl=config.execution.enable_pdl,
             use_fused_finalize=config.finalize.use_fused_finalize,
-            **self._backend.arguments(view), **self._given_constants(view),
-        )  # fmt: skip
+            **self._backend.arguments(view),
+            **self._given_constants(view),
+        )
         return result
 
     @property

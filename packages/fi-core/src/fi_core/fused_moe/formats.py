@@ -243,6 +243,8 @@ def layer_of(
     for i, scale in enumerate(scales):
         if not isinstance(scale, torch.Tensor):
             raise TypeError(f"quant_scales[{i}] must be a torch.Tensor; got {type(scale).__name__}")
+        if scale.is_nested:
+            raise TypeError(f"quant_scales[{i}] must be a strided tensor; got a nested one")
     if x.ndim != 2:
         raise ValueError(f"input must have shape [tokens, hidden]; got {list(x.shape)}")
     for name, weight in (("fc1_expert_weights", up), ("fc2_expert_weights", down)):

@@ -51,9 +51,12 @@ def _activation(
             "computes the others"
         )
     for name, value, positive in (
-        ("swiglu_alpha", alpha, False), ("swiglu_beta", beta, False), ("swiglu_limit", limit, True),
-        ("situ_beta", situ_beta, True), ("situ_linear_beta", situ_linear_beta, True),
-    ):  # fmt: skip
+        ("swiglu_alpha", alpha, False),
+        ("swiglu_beta", beta, False),
+        ("swiglu_limit", limit, True),
+        ("situ_beta", situ_beta, True),
+        ("situ_linear_beta", situ_linear_beta, True),
+    ):
         if value is not None and not (math.isfinite(value) and (value > 0 or not positive)):
             raise ValueError(f"{name} must be finite{' and positive' if positive else ''}; got {value}")
     if situ_beta is None and situ_linear_beta is not None:
@@ -145,7 +148,7 @@ def cute_dsl_fused_moe_bf16(
         ("token_selected_experts", token_selected_experts, (tokens, top_k)),
         ("token_final_scales", token_final_scales, (tokens, top_k)),
         *([] if moe_output is None else [("moe_output", moe_output, (tokens, hidden))]),
-    ):  # fmt: skip
+    ):
         if t.shape != shape:
             raise ValueError(f"{name} must have shape {list(shape)}; got {list(t.shape)}")
     if moe_output is None:
@@ -197,12 +200,19 @@ class CuteDslBf16MoEWrapper:
         self._sizes = hidden_size, intermediate_size
         self._dtype = torch.bfloat16 if output_dtype is None else output_dtype
         self._options: dict[str, Any] = {
-            "num_experts": num_experts, "top_k": top_k, "num_local_experts": num_local_experts,
-            "local_expert_offset": local_expert_offset, "use_fused_finalize": use_fused_finalize,
-            "enable_pdl": enable_pdl, "activation_type": activation_type, "swiglu_alpha": swiglu_alpha,
-            "swiglu_beta": swiglu_beta, "swiglu_limit": swiglu_limit, "situ_beta": situ_beta,
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "num_local_experts": num_local_experts,
+            "local_expert_offset": local_expert_offset,
+            "use_fused_finalize": use_fused_finalize,
+            "enable_pdl": enable_pdl,
+            "activation_type": activation_type,
+            "swiglu_alpha": swiglu_alpha,
+            "swiglu_beta": swiglu_beta,
+            "swiglu_limit": swiglu_limit,
+            "situ_beta": situ_beta,
             "situ_linear_beta": situ_linear_beta,
-        }  # fmt: skip
+        }
 
     @fi_api
     def run(
@@ -223,7 +233,14 @@ class CuteDslBf16MoEWrapper:
             if found != wanted:
                 raise ValueError(f"{name} must have {wanted} columns, as the wrapper says; got {found}")
         result: torch.Tensor = cute_dsl_fused_moe_bf16(
-            x, token_selected_experts, token_final_scales, w1_weight, w2_weight, moe_output=moe_output, tactic=tactic,
-            intermediate_buffer=intermediate_buffer, **self._options,
-        )  # fmt: skip
+            x,
+            token_selected_experts,
+            token_final_scales,
+            w1_weight,
+            w2_weight,
+            moe_output=moe_output,
+            tactic=tactic,
+            intermediate_buffer=intermediate_buffer,
+            **self._options,
+        )
         return result

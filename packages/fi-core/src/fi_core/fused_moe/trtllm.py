@@ -43,6 +43,7 @@ def shared_experts(count: int | None, num_experts: int, local_num_experts: int) 
 
 
 _BLOCK_BYTES = 128  # of a row in BlockMajorK
+_MX_BLOCK = 32  # values of a scale
 
 
 @functools.lru_cache(maxsize=256)
@@ -69,6 +70,27 @@ def check_layout(name: str, weight: torch.Tensor, layout: int) -> None:
         raise ValueError(
             f"{name} must have shape [experts, k / b, n, b] with b of {_BLOCK_BYTES} bytes in layout BlockMajorK; got "
             f"{weight.dtype} {list(weight.shape)}"
+        )
+
+
+def check_tokens(routing_logits: torch.Tensor, hidden_states: torch.Tensor) -> None:
+    """Raises ValueError unless each token has its logits."""
+    if hidden_states.ndim and routing_logits.shape[:1] != hidden_states.shape[:1]:
+        raise ValueError(
+            f"routing_logits must have shape [{hidden_states.shape[0]}, num_experts]; got {list(routing_logits.shape)}"
+        )
+
+
+def check_mx_scales(name: str, scales: torch.Tensor, shape: tuple[int, int, int], swizzled: bool = False) -> None:
+    """Raises ValueError unless there is a byte for each 32 values of matrices of this shape."""
+    matrices, rows, columns = shape
+    blocks = columns // _MX_BLOCK
+    if swizzled:
+        rows, blocks = -(-rows // 128) * 128, -(-blocks // 4) * 4
+    count = matrices * rows * blocks
+    if scales.numel() * scales.element_size() != count:
+        raise ValueError(
+            f"{name} must have {count} bytes, one for each {_MX_BLOCK} values; got {scales.dtype} {list(scales.shape)}"
         )
 
 

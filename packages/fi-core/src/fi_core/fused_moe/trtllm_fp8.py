@@ -10,7 +10,7 @@ from fi_core.fused_moe.formats import dequantized, fp8_blocks
 from fi_core.fused_moe.layer import TOKENS, Layer, Mixed, Projection
 from fi_core.fused_moe.ops import MXFP8
 from fi_core.fused_moe.routing import Routed, refuse_of_routed, route, unpacked
-from fi_core.fused_moe.trtllm import LayerCall, prepared, run_layer, shared_experts
+from fi_core.fused_moe.trtllm import LayerCall, check_mx_scales, check_tokens, prepared, run_layer, shared_experts
 from fi_core.gemm import block_scaled
 from fi_core.observe.log import fi_api
 from fi_core.quantization.layout import layout_of
@@ -48,13 +48,14 @@ def _mx_layer(
     if x.dtype is torch.float8_e4m3fn:
         if x_scale is None:
             raise ValueError("hidden_states_scale must be given with float8_e4m3fn hidden_states; got None")
+        check_mx_scales("hidden_states_scale", x_scale, (1, x.shape[0], x.shape[1]))
         x = dequantized(p, x, x_scale, block_scaled.MXFP8, False)
     mixed, found = Mixed(MXFP8, layout_of(shuffled).value), []
     for name, w, alternates in (("gemm1_weights", up, gated), ("gemm2_weights", down, False)):
         assert w.scale is not None
-        scale = w.scale.contiguous().view(torch.uint8)
-        own = w._replace(scale=scale, mixed=mixed)
-        found.append(prepared(p, own, name, weight_layout, _TILE, alternates, shuffled))
+        own = prepared(p, w._replace(mixed=mixed), name, weight_layout, _TILE, alternates, shuffled)
+        check_mx_scales(f"{name}_scale", w.scale, (len(w.weight), w.rows, w.columns_of_k), shuffled)
+        found.append(own._replace(scale=w.scale.contiguous().view(torch.uint8)))
     return Layer(x, found[0], found[1], torch.bfloat16)
 
 
@@ -204,6 +205,7 @@ def trtllm_fp8_block_scale_moe(
         TypeError: A dtype does not fit.
         NotImplementedError: layout MajorMn.
     """
+    check_tokens(routing_logits, hidden_states)
     shared = shared_experts(num_fused_shared_experts, num_experts, local_num_experts)
     groups = (num_experts, top_k, n_group, topk_group, routed_scaling_factor)
     method = (routing_method_type, norm_topk_prob, routing_replay_out)

@@ -18,9 +18,13 @@ _MOST_TOKENS = 16
 
 
 def allocate_checkpointing_ssu_scratch(
-    batch_size: int, num_heads: int, num_predicted_tokens: int, max_window: int, dtype: torch.dtype,
+    batch_size: int,
+    num_heads: int,
+    num_predicted_tokens: int,
+    max_window: int,
+    dtype: torch.dtype,
     device: torch.device | str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The scratch that `checkpointing_ssu(cb_scaled=, cumAdt_vec=, cb_old=)` accepts; no kernel here needs it.
 
     Args:

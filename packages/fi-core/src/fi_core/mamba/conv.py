@@ -92,23 +92,34 @@ def causal_conv1d_fn(
     """
     import torch
 
-    _no_list(cache_indices, "cache_indices", "seq_lens_cpu, the sixth argument")
+    _no_list(cache_indices, "cache_indices", "the sixth argument, lengths on the host,")
     if x.ndim != 2:
         raise ValueError(f"x must have shape [dim, T]; got {list(x.shape)}")
     out = torch.empty_like(x)
     more = _given(
-        null_block_id=null_block_id, initial_state_idx=initial_state_idx, num_computed_tokens=num_computed_tokens,
+        null_block_id=null_block_id,
+        initial_state_idx=initial_state_idx,
+        num_computed_tokens=num_computed_tokens,
         block_idx_first_scheduled_token=block_idx_first_scheduled_token,
         block_idx_last_scheduled_token=block_idx_last_scheduled_token,
-    )  # fmt: skip
+    )
     if block_size_to_align:
         more["block_size_to_align"] = block_size_to_align
     if has_initial_state is None:
         more["reads_states"] = False
     _conv(
-        out.t(), x.t(), weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state,
-        _silu(activation), pad_slot_id, **more,
-    )  # fmt: skip
+        out.t(),
+        x.t(),
+        weight,
+        bias,
+        conv_states,
+        query_start_loc,
+        cache_indices,
+        has_initial_state,
+        _silu(activation),
+        pad_slot_id,
+        **more,
+    )
     return out
 
 
@@ -171,13 +182,24 @@ def causal_conv1d_update(
     if not packed:
         rows, results = (t.unsqueeze(1) if t.ndim == 2 else t.transpose(1, 2) for t in (x, out))
     more = _given(
-        null_block_id=null_block_id, initial_state_idx=initial_state_idx, num_accepted_tokens=num_accepted_tokens,
+        null_block_id=null_block_id,
+        initial_state_idx=initial_state_idx,
+        num_accepted_tokens=num_accepted_tokens,
         block_idx_last_scheduled_token=block_idx_last_scheduled_token,
-    )  # fmt: skip
+    )
     if packed:
         more["max_query_len"] = max_query_len
     _conv(
-        results, rows, weight, bias, conv_state, query_start_loc, conv_state_indices, None, _silu(activation),
-        pad_slot_id, **more,
-    )  # fmt: skip
+        results,
+        rows,
+        weight,
+        bias,
+        conv_state,
+        query_start_loc,
+        conv_state_indices,
+        None,
+        _silu(activation),
+        pad_slot_id,
+        **more,
+    )
     return out

@@ -21,9 +21,16 @@ _UNBOUNDED = (0.0, float("inf"))
 
 
 def _scan(
-    out: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
-    sequences: int, dt_limit: tuple[float, float], **more: Any,
-) -> None:  # fmt: skip
+    out: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    sequences: int,
+    dt_limit: tuple[float, float],
+    **more: Any,
+) -> None:
     """x `[b, T, heads, dim]`. The workspace holds the decayed scores of each chunk and head."""
     workspace = None
     if x.is_cuda or rehearsal():
@@ -31,8 +38,18 @@ def _scan(
         workspace = x.new_empty(chunks * x.shape[2] * SSD_CHUNK_BYTES // 2)
     given = {name: value for name, value in more.items() if value is not None}  # names are slower
     if dt_limit != _UNBOUNDED:
-        given["dt_low"], given["dt_high"] = float(dt_limit[0]), float(dt_limit[1])
+        given["dt_low"], given["dt_high"] = _limits(dt_limit)
     _ssd(out, x, dt, A, B, C, workspace, **given)
+
+
+def _limits(dt_limit: tuple[float, float]) -> tuple[float, float]:
+    try:
+        low, high = map(float, dt_limit)
+    except (TypeError, ValueError):
+        raise ValueError(f"dt_limit must be two numbers; got {dt_limit!r}") from None
+    if not low <= high:
+        raise ValueError(f"dt_limit must be a range, the smaller number first; got {dt_limit!r}")
+    return low, high
 
 
 def _offsets(seq_idx: torch.Tensor, sequences: int) -> torch.Tensor:
@@ -61,6 +78,8 @@ def _sequences(
     x: torch.Tensor, seq_idx: torch.Tensor | None, cu_seqlens: torch.Tensor | None, known: int | None
 ) -> tuple[int, torch.Tensor | None]:
     """How many there are, and their offsets if they are packed. known: the number that other arguments give."""
+    if cu_seqlens is not None and cu_seqlens.numel() == 0:
+        raise ValueError("cu_seqlens must have one number more than there are sequences; got none")
     if seq_idx is None:
         return x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1, cu_seqlens
     if cu_seqlens is not None:
@@ -228,18 +247,36 @@ def mamba_chunk_scan_combined_varlen(
     """
     if x.ndim != 3:
         raise ValueError(f"x must have shape [T, heads, dim]; got {list(x.shape)}")
+    for name, offsets in (("cu_seqlens", cu_seqlens), ("cu_chunk_seqlens", cu_chunk_seqlens)):
+        if offsets.ndim != 1 or not len(offsets):
+            raise ValueError(f"{name} must have one number more than it has parts; got shape {list(offsets.shape)}")
     sequences, rows = cu_seqlens.shape[0] - 1, cu_chunk_seqlens.shape[0] - 1
     count = rows if return_intermediate_states else sequences
     states = x.new_empty((count, *x.shape[1:], B.shape[-1]), dtype=C.dtype if state_dtype is None else state_dtype)
     kept: dict[str, Any] = {"final_states": states}
     if return_intermediate_states:
-        kept = {"checkpoint_states": states, "checkpoint_token_indices": cu_chunk_seqlens[1:],
-                "checkpoint_last": last_chunk_indices}  # fmt: skip
+        kept = {
+            "checkpoint_states": states,
+            "checkpoint_token_indices": cu_chunk_seqlens[1:],
+            "checkpoint_last": last_chunk_indices,
+        }
     _scan(
-        out[None], x[None], dt[None], A, B[None], C[None], sequences, D=D, z=None if z is None else z[None],
-        dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit, cu_seqlens=cu_seqlens,
-        initial_states=initial_states, **kept,
-    )  # fmt: skip
+        out[None],
+        x[None],
+        dt[None],
+        A,
+        B[None],
+        C[None],
+        sequences,
+        D=D,
+        z=None if z is None else z[None],
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        cu_seqlens=cu_seqlens,
+        initial_states=initial_states,
+        **kept,
+    )
     return states
 
 
@@ -258,11 +295,22 @@ class SSDCombined:
     """
 
     def __init__(
-        self, chunk_size: int, nheads: int, headdim: int, dstate: int, ngroups: int,
-        io_dtype: torch.dtype | None = None, state_dtype: torch.dtype | None = None, has_d: bool = True,
-        d_has_hdim: bool = False, has_initial_states: bool = False, has_varlen: bool = False, has_z: bool = False,
-        seq_idx_dtype: torch.dtype | None = None, backend: str = "cute",
-    ) -> None:  # fmt: skip
+        self,
+        chunk_size: int,
+        nheads: int,
+        headdim: int,
+        dstate: int,
+        ngroups: int,
+        io_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None,
+        has_d: bool = True,
+        d_has_hdim: bool = False,
+        has_initial_states: bool = False,
+        has_varlen: bool = False,
+        has_z: bool = False,
+        seq_idx_dtype: torch.dtype | None = None,
+        backend: str = "cute",
+    ) -> None:
         import torch
 
         if backend not in ("cute", "cake"):
@@ -280,9 +328,15 @@ class SSDCombined:
         return 0
 
     def compute_seq_chunk_cumsum(
-        self, seq_idx: torch.Tensor, chunk_indices: torch.Tensor, chunk_offsets: torch.Tensor, chunk_size: int,
-        num_seqs: int, seq_chunk_cumsum: torch.Tensor | None = None, tile_state: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        seq_idx: torch.Tensor,
+        chunk_indices: torch.Tensor,
+        chunk_offsets: torch.Tensor,
+        chunk_size: int,
+        num_seqs: int,
+        seq_chunk_cumsum: torch.Tensor | None = None,
+        tile_state: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """`[num_seqs + 1]`, int32: the sums of the chunks of packed tokens that hold tokens of each sequence.
 
         Args:
@@ -295,16 +349,30 @@ class SSDCombined:
         return _chunk_counts(_offsets(seq_idx, num_seqs), chunk_size, seq_chunk_cumsum)
 
     def run(
-        self, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
-        D: torch.Tensor | None = None, z: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
-        dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
-        initial_states: torch.Tensor | None = None, seq_idx: torch.Tensor | None = None,
-        chunk_indices: torch.Tensor | None = None, chunk_offsets: torch.Tensor | None = None,
-        seq_chunk_cumsum: torch.Tensor | None = None, update_seq_chunk_cumsum: bool = False,
-        checkpoint_token_indices: torch.Tensor | None = None, checkpoint_state_slots: torch.Tensor | None = None,
-        checkpoint_states: torch.Tensor | None = None, out: torch.Tensor | None = None,
-        return_final_states: bool = True, num_seqs: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None = None,
+        z: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        initial_states: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        chunk_indices: torch.Tensor | None = None,
+        chunk_offsets: torch.Tensor | None = None,
+        seq_chunk_cumsum: torch.Tensor | None = None,
+        update_seq_chunk_cumsum: bool = False,
+        checkpoint_token_indices: torch.Tensor | None = None,
+        checkpoint_state_slots: torch.Tensor | None = None,
+        checkpoint_states: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        return_final_states: bool = True,
+        num_seqs: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Calls `ssd_combined_fwd`; its sizes must be those of the layer.
 
         `out` is `[b, T, heads, dim]`, and only backend="cake" takes it: FlashInfer's "cute" has it in chunks.

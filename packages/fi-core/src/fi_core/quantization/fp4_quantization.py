@@ -237,9 +237,15 @@ def nvfp4_quantize(
     scale = torch.linalg.vector_norm(a, math.inf, -1, dtype=torch.float32) * a_global_sf.float().reshape(1)
     safe = torch.where(scale == 0, 1.0, scale)
     fp4, sf = _quantize(
-        a, layout, sf_vec_size, global_scale=safe, inverse=True, shuffle=do_shuffle, enable_pdl=enable_pdl,
+        a,
+        layout,
+        sf_vec_size,
+        global_scale=safe,
+        inverse=True,
+        shuffle=do_shuffle,
+        enable_pdl=enable_pdl,
         recipe=recipe,
-    )  # fmt: skip
+    )
     return fp4, sf, scale
 
 

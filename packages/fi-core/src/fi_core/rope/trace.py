@@ -378,6 +378,7 @@ def cached(name: str, *, inplace: bool = False) -> TraceTemplate:
             for more in ({}, {"is_neox": False}, {"rotary_dim": 32}, {"head_size": 128, "rotary_dim": 128})
         ),
         work=_work,
+        others=("q_weight", "k_weight", "eps") if inplace else (),
         description="Rotary position embedding by a cache of cosines and sines" + (", in place." if inplace else "."),
     )
 

@@ -210,11 +210,22 @@ def attend(
             workspace = q.new_empty((chunks, qo_len * heads, dim_vo + 2), dtype=torch.float32)
     scale: float = (dim**-0.5 if dim else 1.0) if sm_scale is None else sm_scale
     single_attention(
-        out, lse, workspace, q, k, v, layout, encoding, window_left=window_left,
-        soft_cap=logits_soft_cap or 0.0, sm_scale=scale if qk_factor is None else scale * qk_factor,
-        out_scale=1.0 if v_scale is None else v_scale, rope_scale=1.0 if rope_scale is None else rope_scale,
-        rope_theta=1e4 if rope_theta is None else rope_theta, **options,
-    )  # fmt: skip
+        out,
+        lse,
+        workspace,
+        q,
+        k,
+        v,
+        layout,
+        encoding,
+        window_left=window_left,
+        soft_cap=logits_soft_cap or 0.0,
+        sm_scale=scale if qk_factor is None else scale * qk_factor,
+        out_scale=1.0 if v_scale is None else v_scale,
+        rope_scale=1.0 if rope_scale is None else rope_scale,
+        rope_theta=1e4 if rope_theta is None else rope_theta,
+        **options,
+    )
     return out if lse is None else (out, lse)
 
 
@@ -239,9 +250,24 @@ def single_choice(
     heads, kv_heads = q.shape[-2], k.shape[1 - layout]
     qo_len = min(q.shape[0], _LEAST_PREFILL_ROWS) if q.ndim == 3 else 1
     return planned(
-        SINGLE_ATTENTION, q.device, backend,
+        SINGLE_ATTENTION,
+        q.device,
+        backend,
         *Facts(
-            q.dtype, k.dtype, out_dtype, q.shape[-1], v.shape[-1], heads // kv_heads, 0, pos_encoding_mode, mask,
-            soft_cap, scaled, alignment=alignment(q, k, v),
-        ), qo_len, decode, ahead=False,
-    )  # fmt: skip
+            q.dtype,
+            k.dtype,
+            out_dtype,
+            q.shape[-1],
+            v.shape[-1],
+            heads // kv_heads,
+            0,
+            pos_encoding_mode,
+            mask,
+            soft_cap,
+            scaled,
+            alignment=alignment(q, k, v),
+        ),
+        qo_len,
+        decode,
+        ahead=False,
+    )

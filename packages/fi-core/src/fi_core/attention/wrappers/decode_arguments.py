@@ -20,10 +20,23 @@ FOREIGN = ("cute-dsl", "cutile", "prims-ts")
 
 # The options of plan after page_size, in their older positional order.
 _POSITIONAL = (
-    "pos_encoding_mode", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type", "o_data_type", "data_type",
-    "sm_scale", "rope_scale", "rope_theta", "non_blocking", "block_tables", "seq_lens", "fixed_split_size",
-    "disable_split_kv", "q_len_per_req",
-)  # fmt: skip
+    "pos_encoding_mode",
+    "window_left",
+    "logits_soft_cap",
+    "q_data_type",
+    "kv_data_type",
+    "o_data_type",
+    "data_type",
+    "sm_scale",
+    "rope_scale",
+    "rope_theta",
+    "non_blocking",
+    "block_tables",
+    "seq_lens",
+    "fixed_split_size",
+    "disable_split_kv",
+    "q_len_per_req",
+)
 _FIXED = 8  # positional parameters of plan, self included
 
 

@@ -245,11 +245,19 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlannedWrapper):
         other = None if output_dtype is None or dtype_of(output_dtype, "output_dtype") is q_type else output_dtype
         refuse(f"the output is {q_type} as the queries; convert it afterwards", output_dtype=other)
         return MlaPlan(
-            backend=self._backend, num_heads=num_heads, head_dim_kpe=head_dim_kpe, page_size=page_size,
-            causal=bool(causal), sm_scale=number(sm_scale, "sm_scale"), q_dtype=q_type, kv_dtype=kv_type,
-            fp8=kv_type.itemsize == 1, split_kv=not flag("disable_split_kv", disable_split_kv), enable_pdl=enable_pdl,
+            backend=self._backend,
+            num_heads=num_heads,
+            head_dim_kpe=head_dim_kpe,
+            page_size=page_size,
+            causal=bool(causal),
+            sm_scale=number(sm_scale, "sm_scale"),
+            q_dtype=q_type,
+            kv_dtype=kv_type,
+            fp8=kv_type.itemsize == 1,
+            split_kv=not flag("disable_split_kv", disable_split_kv),
+            enable_pdl=enable_pdl,
             sinks=bool(use_sinks),
-        )  # fmt: skip
+        )
 
     def _sized(self, plan: MlaPlan, batch_size: int) -> MlaPlan:
         """The plan with its buffers, at the same addresses for plans of as many requests and heads."""
@@ -266,10 +274,19 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlannedWrapper):
         qo_indptr, kv_indptr, page_indices, kv_len = tables
         plan = plan.replace(qo_indptr=qo_indptr, kv_indptr=kv_indptr, page_indices=page_indices, kv_len=kv_len)
         ops.mla_plan(
-            plan.schedule, kv_len, plan.page_size, plan.num_heads, plan.max_ranges, plan.narrow_ranges,
-            plan.wide_ranges, ops.NARROW_ROWS, ops.WIDE_ROWS * plan.cluster, qo_indptr, kv_indptr,
+            plan.schedule,
+            kv_len,
+            plan.page_size,
+            plan.num_heads,
+            plan.max_ranges,
+            plan.narrow_ranges,
+            plan.wide_ranges,
+            ops.NARROW_ROWS,
+            ops.WIDE_ROWS * plan.cluster,
+            qo_indptr,
+            kv_indptr,
             split_kv=plan.split_kv,
-        )  # fmt: skip
+        )
         self._set_call(plan)
         ranges = plan.max_ranges, plan.narrow_ranges, plan.wide_ranges
         return self._end_plan([plan.batch_size, plan.num_heads, *ranges, plan.cluster])
@@ -369,9 +386,19 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlannedWrapper):
             if lse is None and return_lse:
                 lse = q_nope.new_empty(*q_nope.shape[:2], dtype=float32())  # type: ignore[union-attr]
             ran = ops.run_planned(
-                call, out, lse, q_nope, q_pe, ckv_cache, kpe_cache, ckv, kpe, ckv_scale_arr, return_lse_base_on_e,
+                call,
+                out,
+                lse,
+                q_nope,
+                q_pe,
+                ckv_cache,
+                kpe_cache,
+                ckv,
+                kpe,
+                ckv_scale_arr,
+                return_lse_base_on_e,
                 sinks=sinks,
-            )  # fmt: skip
+            )
         except Exception as error:
             _explain(error, plan, given, (q_nope, q_pe, ckv_cache, kpe_cache))
             raise

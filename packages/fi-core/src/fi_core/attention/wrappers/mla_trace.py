@@ -14,9 +14,19 @@ _WORKSPACE = 64 << 20
 
 
 def _reference(  # type: ignore[no-untyped-def]
-    q_nope, q_pe, ckv_cache, kpe_cache, qo_indptr, kv_indptr, kv_indices, kv_len_arr, sm_scale, causal=False,
-    ckv_scale=None, kpe_scale=None,
-):  # fmt: skip
+    q_nope,
+    q_pe,
+    ckv_cache,
+    kpe_cache,
+    qo_indptr,
+    kv_indptr,
+    kv_indices,
+    kv_len_arr,
+    sm_scale,
+    causal=False,
+    ckv_scale=None,
+    kpe_scale=None,
+):
     import torch
 
     out = torch.zeros(q_nope.shape, dtype=torch.float64, device=q_nope.device)

@@ -133,10 +133,19 @@ class DecodePlanner:
         """
         wrapper = owner(int_workspace_buffer)
         wrapper._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim_qk)
-        plan = wrapper._shaped(wrapper._plan.replace(
-            batch_size=indptr.numel() - 1, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim_qk,
-            page_size=page_size, q_len=1, window_left=window_left, soft_cap=logits_soft_cap or 0.0, split_kv=BALANCED,
-        ))  # fmt: skip
+        plan = wrapper._shaped(
+            wrapper._plan.replace(
+                batch_size=indptr.numel() - 1,
+                num_qo_heads=num_qo_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim_qk,
+                page_size=page_size,
+                q_len=1,
+                window_left=window_left,
+                soft_cap=logits_soft_cap or 0.0,
+                split_kv=BALANCED,
+            )
+        )
         lengths, pages = (indptr, plan.last_page_len, None), plan.page_indices
         return wrapper._end(plan, lengths, page_indices=pages)  # type: ignore[no-any-return]
 

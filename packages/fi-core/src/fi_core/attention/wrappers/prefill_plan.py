@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 _INT_WORKSPACE = 8 << 20  # enough for a million work tiles
 _SIZES = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "causal", "window_left")
 
+_Values = tuple[Any, ...]
+
 
 class BatchPrefillPlan(BatchWrapper):
     """The planning half of BatchPrefillWithPagedKVCacheWrapper and BatchPrefillWithRaggedKVCacheWrapper."""
@@ -445,12 +447,7 @@ class BatchPrefillPlan(BatchWrapper):
                 blame(found, q=q, **keys)
 
     def _otherwise(
-        self,
-        plan: PrefillPlan,
-        values: tuple[Any, ...],
-        tensors: tuple[Any, ...],
-        args: tuple[Any, ...],
-        scales: tuple[Any, Any, Any],
+        self, plan: PrefillPlan, values: _Values, tensors: _Values, args: _Values, scales: _Values
     ) -> Choice | None:
         """Runs cuDNN's kernels, or a user's variant, with the arguments of a planned call.
 
@@ -473,14 +470,7 @@ class BatchPrefillPlan(BatchWrapper):
             out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
         return choice
 
-    def _by_variant(
-        self,
-        plan: PrefillPlan,
-        inputs: tuple[Any, ...],
-        args: tuple[Any, ...],
-        scales: tuple[Any, Any, Any],
-        tensors: tuple[Any, ...],
-    ) -> Any:
+    def _by_variant(self, plan: PrefillPlan, inputs: _Values, args: _Values, scales: _Values, tensors: _Values) -> Any:
         """The call of a user's variant.
 
         inputs: q, k, v and out; args: the variant's tensors and scalars; scales: q_scale, k_scale and sinks of run;

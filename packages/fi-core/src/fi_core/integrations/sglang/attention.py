@@ -81,9 +81,15 @@ class Backend(AttentionBackend):  # type: ignore[misc]
     def _plan(self, step: Step) -> None:
         for kind, plan in self.plans.items():
             plan.plan(
-                step.tables[kind.in_window_pool], step.lengths, *kind[:3], self.page_size, self.q_dtype,
-                self.kv_cache_dtype, q_len_per_req=step.q_len, window_left=kind.window_left,
-            )  # fmt: skip
+                step.tables[kind.in_window_pool],
+                step.lengths,
+                *kind[:3],
+                self.page_size,
+                self.q_dtype,
+                self.kv_cache_dtype,
+                q_len_per_req=step.q_len,
+                window_left=kind.window_left,
+            )
 
     def _load(self, soft_cap: float) -> None:
         """Attends to one token of zeros: no kernel is compiled while the engine serves."""
@@ -219,17 +225,42 @@ class Backend(AttentionBackend):  # type: ignore[misc]
         longest = self.pages.shape[1] * self.page_size
         if step.q_len:
             return trtllm_batch_decode_with_kv_cache(
-                query, tuple(cache), self.workspace, tables, step.lengths, longest, qk_scale, v_scale,
-                window_left=kind.window_left, sinks=sinks, kv_layout="NHD", q_len_per_req=step.q_len,
-                plan=self.plans[kind], logits_soft_cap=soft_cap,
-            )  # fmt: skip
+                query,
+                tuple(cache),
+                self.workspace,
+                tables,
+                step.lengths,
+                longest,
+                qk_scale,
+                v_scale,
+                window_left=kind.window_left,
+                sinks=sinks,
+                kv_layout="NHD",
+                q_len_per_req=step.q_len,
+                plan=self.plans[kind],
+                logits_soft_cap=soft_cap,
+            )
         starts = step.starts
         assert starts is not None
         return trtllm_batch_context_with_kv_cache(  # type: ignore[return-value]
-            query, tuple(cache), self.workspace, tables, step.lengths, step.longest, longest, qk_scale, v_scale,
-            batch_size=len(step.lengths), cum_seq_lens_q=starts, cum_seq_lens_kv=starts, sinks=sinks,
-            window_left=kind.window_left, kv_layout="NHD", causal=causal, logits_soft_cap=soft_cap,
-        )  # fmt: skip
+            query,
+            tuple(cache),
+            self.workspace,
+            tables,
+            step.lengths,
+            step.longest,
+            longest,
+            qk_scale,
+            v_scale,
+            batch_size=len(step.lengths),
+            cum_seq_lens_q=starts,
+            cum_seq_lens_kv=starts,
+            sinks=sinks,
+            window_left=kind.window_left,
+            kv_layout="NHD",
+            causal=causal,
+            logits_soft_cap=soft_cap,
+        )
 
 
 def _is_fp8(dtype: torch.dtype) -> bool:

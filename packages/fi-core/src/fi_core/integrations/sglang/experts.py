@@ -95,7 +95,14 @@ class Experts(DispatchMoeRunnerCore):  # type: ignore[misc]
         if runner_config.routed_scaling_factor is not None:
             scales = scales * runner_config.routed_scaling_factor
         out = cutlass_fused_moe(
-            x, ids, scales, quant_info.w13_weight, quant_info.w2_weight, x.dtype, fc1_expert_biases=quant_info.b13,
-            fc2_expert_biases=quant_info.b2, **self._of_layer,
-        )  # fmt: skip
+            x,
+            ids,
+            scales,
+            quant_info.w13_weight,
+            quant_info.w2_weight,
+            x.dtype,
+            fc1_expert_biases=quant_info.b13,
+            fc2_expert_biases=quant_info.b2,
+            **self._of_layer,
+        )
         return StandardCombineInput(hidden_states=out)

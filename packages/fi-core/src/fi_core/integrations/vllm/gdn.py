@@ -57,10 +57,17 @@ class Chunks:
         if core_attn_out is not None:  # where vLLM wants it
             output = core_attn_out.view(-1)[: output.numel()].view(output.shape)
         found = chunk_gated_delta_rule(
-            q[0], k[0], v[0], g[0].float().exp(), beta[0].float(), initial_state=initial_state,
-            output_final_state=output_final_state, cu_seqlens=cu_seqlens, output=output,
+            q[0],
+            k[0],
+            v[0],
+            g[0].float().exp(),
+            beta[0].float(),
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+            output=output,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        )  # fmt: skip
+        )
         return output[None], found[1] if output_final_state else None
 
 
@@ -91,16 +98,29 @@ class Layer:
         slots = attn_metadata.non_spec_state_indices_tensor[:tokens]
         conv_states, states = self.kv_cache
         rows = causal_conv1d_update(
-            mixed_qkv[:tokens], conv_states if is_conv_state_dim_first() else conv_states.transpose(-1, -2),
-            self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation, conv_state_indices=slots,
+            mixed_qkv[:tokens],
+            conv_states if is_conv_state_dim_first() else conv_states.transpose(-1, -2),
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            self.activation,
+            conv_state_indices=slots,
             validate_data=False,
-        )  # fmt: skip
+        )
         keys, values = self.key_dim // self.tp_size, self.value_dim // self.tp_size
         q, k, v = (
             x.unflatten(1, (1, -1, dim))
             for x, dim in zip(rows.split((keys, keys, values), 1), (self.head_k_dim, self.head_k_dim, self.head_v_dim))
         )
         gated_delta_rule_decode_pretranspose(
-            q, k, v, None, self.A_log, a[:tokens, None], self.dt_bias, b[:tokens, None],
-            output=core_attn_out[:tokens, None], initial_state=states, initial_state_indices=slots,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            None,
+            self.A_log,
+            a[:tokens, None],
+            self.dt_bias,
+            b[:tokens, None],
+            output=core_attn_out[:tokens, None],
+            initial_state=states,
+            initial_state_indices=slots,
+        )

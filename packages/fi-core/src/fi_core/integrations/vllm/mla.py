@@ -143,16 +143,23 @@ class Impl(MLACommonImpl):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None,
         **mla_args: Any,
     ) -> None:
-        refused = {
-            "alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap
-        }  # fmt: skip
+        refused = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
         for name, value in refused.items():
             if value:
                 raise NotImplementedError(f"{name}: None is required; got {value}. Select another attention backend")
         super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
-            attn_type, kv_sharing_target_layer_name, **mla_args,
-        )  # fmt: skip
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **mla_args,
+        )
         self.supports_quant_query_input = False  # queries stay 16-bit over an fp8 cache
         begin_to_compile()
 

@@ -24,9 +24,19 @@ TARGETS = (
 )
 # The names that it reads, in order, in vLLM 0.24.0 and 0.33.0.
 FORWARD = (
-    "qkv_proj", "split", "q_size", "kv_size", "view", "shape", "head_dim", "q_norm", "k_norm", "rotary_emb", "attn",
+    "qkv_proj",
+    "split",
+    "q_size",
+    "kv_size",
+    "view",
+    "shape",
+    "head_dim",
+    "q_norm",
+    "k_norm",
+    "rotary_emb",
+    "attn",
     "o_proj",
-)  # fmt: skip
+)
 _HEAD_SIZES = (64, 128, 256)
 _log = logging.getLogger("vllm.plugins.fi_core")
 
@@ -54,9 +64,16 @@ def _replaced(own: Callable[..., torch.Tensor], rotary: type) -> Callable[..., t
         qkv, _ = self.qkv_proj(hidden_states)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         apply_rope_with_cos_sin_cache_inplace(
-            positions, q, k, self.head_dim, self.rotary_emb.cos_sin_cache, self.rotary_emb.is_neox_style,
-            q_weight=self.q_norm.weight, k_weight=self.k_norm.weight, eps=self.q_norm.variance_epsilon,
-        )  # fmt: skip
+            positions,
+            q,
+            k,
+            self.head_dim,
+            self.rotary_emb.cos_sin_cache,
+            self.rotary_emb.is_neox_style,
+            q_weight=self.q_norm.weight,
+            k_weight=self.k_norm.weight,
+            eps=self.q_norm.variance_epsilon,
+        )
         output, _ = self.o_proj(self.attn(q, k, v))
         result: torch.Tensor = output
         return result

@@ -95,6 +95,13 @@ void check_contents(const Kernel& kernel, const SsdCombinedArgs& a, int64_t tota
   check_slots(kernel, a.initial_state_indices, rows(a.initial_states));
   check_slots(kernel, a.final_state_indices, rows(a.final_states));
   check_slots(kernel, a.checkpoint_state_slots, rows(a.checkpoint_states));
+  if (!a.checkpoint_last) return;
+  const Integers last(kernel, a.checkpoint_last);
+  const int64_t count = rows(a.checkpoint_token_indices);
+  for (int64_t i = 0; i < a.checkpoint_last.numel(); ++i)
+    FI_CHECK(last[i] >= -1 && last[i] < count, ValueError,
+             "%s must be from -1 to below %lld, the chunks; got %lld at %lld", a.checkpoint_last.name(),
+             static_cast<long long>(count), static_cast<long long>(last[i]), static_cast<long long>(i));
 }
 
 #if FI_CUDA

@@ -159,7 +159,7 @@ class GemmCpu {
     }
     const int64_t blocks = (p_.n + kBlockN - 1) / kBlockN;
     parallel_for(blocks, std::max<int64_t>(1, (int64_t{1} << 18) / (kBlockN * k_)), [&](int64_t begin, int64_t end) {
-      float c[kBlockN * kFewRows];
+      float c[kBlockN * kFewRows] = {};  // where the CPU has no VDPBF16PS, `dot_few` writes nothing
       for (int64_t column = begin * kBlockN; column < std::min<int64_t>(p_.n, end * kBlockN); column += kBlockN) {
         const int64_t columns = std::min(kBlockN, p_.n - column);
         dot_few(reinterpret_cast<const bf16_t*>(b_at(s, column, 0)), p_.b_row_stride, columns, x.data(), k_, s.rows,

@@ -142,7 +142,7 @@ def engines_table() -> str:
 
 
 def stages_table() -> str:
-    """The newest run of an engine: fi's plugin over FlashInfer and over FlashAttention-3 in each stage."""
+    """The newest run of an engine: fi's plugin over vLLM's own kernels, FlashAttention-3 and Triton's experts."""
     found = [row for row in rows("vllm") if "engine" in row]
     of = {(row["engine"], row["batch"]): row for row in found}
     plugin, own = "plugin, FI_VLLM_LAYERS=1, later run", "FlashAttention-3, later run"
@@ -157,12 +157,11 @@ def stages_table() -> str:
         lines.append(
             (f"vLLM {found[0]['vllm']}", "16 layers of Qwen3-8B, bf16", stage, text, *(f"{x:.2f}x" for x in gain))
         )
-    head = (
-        "engine",
-        "model",
-        "stage",
-        "plugin with `FI_VLLM_LAYERS=1`",
-        "over FlashAttention-3",
-        "alias over FlashInfer",
-    )
+    graphs = {(row["experts"], row["batch"]): row["graph_ms"] for row in rows("vllm") if "experts" in row}
+    for batch in (1, 16, 64):
+        value, own_ms = graphs["plugin, FI_VLLM_LAYERS=1", batch], graphs["vLLM's own", batch]
+        stage, model = f"the graph of a decode step, batch {batch}", "8 layers of Qwen3-30B-A3B, bf16"
+        lines.append((f"vLLM {found[0]['vllm']}", model, stage, f"{value:.2f} ms", f"{own_ms / value:.2f}x", ""))
+    own_kernels, alias = "over vLLM's own kernels", "alias over FlashInfer"
+    head = ("engine", "model", "stage", "plugin with `FI_VLLM_LAYERS=1`", own_kernels, alias)
     return table(head, lines, left=3)

@@ -12,7 +12,7 @@ from fi_core.runtime.build import sources
 from fi_core.runtime.build.diagnose import USER_TEXT
 from fi_core.runtime.dispatch import AUTO, Choice, Request, choose
 from fi_core.runtime.launch import torch_op
-from fi_core.runtime.launch.kernel import Launch, bind_artifacts, launches, rehearse
+from fi_core.runtime.launch.kernel import Launch, bind_artifacts, rehearse
 from fi_core.runtime.launch.operator import Rehearsal, rehearsal, target_of
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.op import Entry, Op, Unit
@@ -296,9 +296,7 @@ def _rehearsed(
     def call(*values: Any) -> None:
         done: tuple[Launch, ...] = ()
         if shown.target.kind == "cuda":
-            kernel = rehearse(choice.spec, shown.multiprocessors, shown.shared_limit, entries)
-            kernel.run(*values)
-            done = launches(kernel.module)
+            done = rehearse(choice.spec, shown.multiprocessors, shown.shared_limit, entries).run(*values)
         shown.calls.append((choice, done))
         shown.files[choice] = files
 

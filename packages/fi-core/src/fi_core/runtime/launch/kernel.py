@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -21,6 +22,31 @@ _ATTEMPTS = 5  # to open what was built, while other processes clear the store
 _open_files: list[int] = []  # descriptors of their files
 
 
+_LAUNCH = re.compile(r"(.+): grid (\d+) x (\d+) x (\d+), (\d+) threads, (\d+) B shared, clusters of (\d+)(, pdl)?.*")
+
+
+class Launch(NamedTuple):
+    """One kernel launch as the host module makes it: the kernel entry and its shape."""
+
+    entry: str
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    cluster: int
+    pdl: bool
+
+    @classmethod
+    def of(cls, text: str) -> Launch:
+        entry, *numbers, pdl = _LAUNCH.fullmatch(text).groups()  # type: ignore[union-attr]
+        x, y, z, threads, shared, cluster = map(int, numbers)
+        return cls(entry, (x, y, z), threads, shared, cluster, bool(pdl))
+
+    def __str__(self) -> str:
+        shape = f"grid {' x '.join(map(str, self.grid))}, {self.threads} threads, {self.shared_bytes} B shared"
+        cluster = f", clusters of {self.cluster}" if self.cluster > 1 else ""
+        return f"{self.entry}: {shape}{cluster}{', pdl' if self.pdl else ''}"
+
+
 class Kernel(NamedTuple):
     """What a host module has bound: `bound` is its address, or the function of a user's module; `origins` has the
     origin of each file.
@@ -31,25 +57,10 @@ class Kernel(NamedTuple):
     origins: dict[str, Found]
     module: Any
 
-    def run(self, *values: Any) -> None:
-        """Launches it for the values of a call, past all choices."""
-        self.module["run"](self.bound, *values)
-
-
-class Launch(NamedTuple):
-    """One kernel launch as the host module made it: the kernel entry and its shape."""
-
-    entry: str
-    grid: tuple[int, int, int]
-    threads: int
-    shared_bytes: int
-    cluster: int
-    pdl: bool
-
-    def __str__(self) -> str:
-        shape = f"grid {' x '.join(map(str, self.grid))}, {self.threads} threads, {self.shared_bytes} B shared"
-        cluster = f", clusters of {self.cluster}" if self.cluster > 1 else ""
-        return f"{self.entry}: {shape}{cluster}{', pdl' if self.pdl else ''}"
+    def run(self, *values: Any) -> tuple[Launch, ...]:
+        """Launches it for the values of a call, past all choices; a rehearsed kernel tells what it would launch."""
+        text = self.module["run"](self.bound, *values)
+        return tuple(map(Launch.of, text.splitlines())) if text else ()
 
 
 def load_module(found: Found) -> Any:
@@ -70,16 +81,6 @@ def load_module(found: Found) -> Any:
         keep(module)  # code in use is not unloaded when the process ends
         _modules[found.path] = module
     return _modules[found.path]
-
-
-def launches(module: Any) -> tuple[Launch, ...]:
-    """The kernel launches of this thread's last call into a CUDA host module, in order; the newest four."""
-    found = []
-    for line in module["last_launches"]().splitlines():
-        entry, *numbers = line.split()
-        x, y, z, threads, shared, cluster, pdl = map(int, numbers)
-        found.append(Launch(entry, (x, y, z), threads, shared, cluster, bool(pdl)))
-    return tuple(found)
 
 
 def _first(artifact: Artifact, use: Callable[[Found], Any], places: Iterator[Found] | None = None) -> tuple[Any, Found]:

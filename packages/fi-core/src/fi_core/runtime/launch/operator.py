@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from fi_core.runtime.dispatch import AUTO, Choice, Request, choose
 from fi_core.runtime.launch import torch_op
-from fi_core.runtime.launch.kernel import Kernel, Launch, begin, bind, host_module, launches, rehearse, rehearsed_module
+from fi_core.runtime.launch.kernel import Kernel, Launch, begin, bind, host_module, rehearse, rehearsed_module
 from fi_core.runtime.launch.reach import begin_reached
 from fi_core.runtime.resolve.checks import checks_signs
 from fi_core.runtime.signature import define
@@ -151,10 +151,8 @@ class Operator:
     def _rehearsed(self, device: Any, values: tuple[Any, ...]) -> Choice:
         """Computes the launches of a call, which does not run."""
         choice = choose(self._request(self.request(device, *values), device)[0])
-        done: tuple[Launch, ...] = ()
-        if choice.request.target.kind == "cuda":
-            self._kernel(choice, device).run(*values)
-            done = launches(self.module(device))
+        is_cuda = choice.request.target.kind == "cuda"
+        done = self._kernel(choice, device).run(*values) if is_cuda else ()
         _rehearsals[-1].calls.append((choice, done))
         return choice
 

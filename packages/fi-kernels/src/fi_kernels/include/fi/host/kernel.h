@@ -43,39 +43,6 @@ struct Launch {
   bool cooperative = false;
 };
 
-// The newest four kernels that the current call of this thread launched, for `last_choice` and reports.
-class LaunchLog {
- public:
-  static LaunchLog& of_thread() {
-    thread_local LaunchLog log;
-    return log;
-  }
-  void clear() { count_ = 0; }
-  void add(const Entry& entry, const Launch& launch) { items_[count_++ % items_.size()] = {&entry, launch}; }
-  // A line for each launch, oldest first: entry, grid, threads, bytes of shared memory, cluster, pdl. The entries are
-  // those of a kernel that is still bound: it was called last.
-  [[gnu::noinline, gnu::cold]] std::string text() const {
-    std::string found;
-    for (size_t i = count_ > items_.size() ? count_ - items_.size() : 0; i < count_; ++i) {
-      const auto& [entry, l] = items_[i % items_.size()];
-      char line[256];
-      snprintf(line, sizeof line, "%s %lld %lld %lld %lld %lld %u %d\n", entry->name.c_str(),
-               static_cast<long long>(l.grid_x), static_cast<long long>(l.grid_y), static_cast<long long>(l.grid_z),
-               static_cast<long long>(l.threads), static_cast<long long>(l.shared_bytes), l.cluster, l.pdl);
-      found += line;
-    }
-    return found;
-  }
-
- private:
-  struct Item {
-    const Entry* entry;
-    Launch launch;
-  };
-  std::array<Item, 4> items_{};
-  size_t count_ = 0;
-};
-
 #endif
 
 struct Values;
@@ -88,6 +55,12 @@ struct Kernel {
 
   std::string spec;
   bool checks = false;  // of contents, where nothing is rehearsed or captured
+
+  // What a rehearsed call of this thread would launch, a line for each.
+  static std::string& rehearsed() {
+    thread_local std::string launches;
+    return launches;
+  }
 #if FI_CUDA
   int64_t capability = 0;         // of the image: 90 for sm_90a
   cu::Library library = nullptr;  // null: a rehearsal, nothing runs
@@ -236,8 +209,10 @@ struct Kernel {
     if (launch.shared_bytes < 0) launch.shared_bytes = entry.shared_bytes;
     FI_CHECK(launch.grid_x <= 0x7fffffff && launch.grid_y <= 65535 && launch.grid_z <= 65535, ValueError,
              "too large for one launch: %s", describe(entry, launch).c_str());
-    LaunchLog::of_thread().add(entry, launch);
-    if (!library) return;
+    if (!library) {
+      rehearsed() += describe(entry, launch) + "\n";
+      return;
+    }
     cu::DeviceGuard guard(device.device_id);
     const cu::Driver& driver = cu::Driver::get();
     // Up to 48 KB need no attribute. Static shared memory of an entry counts too and is at most 16 KB.
@@ -271,8 +246,8 @@ struct Kernel {
       config.grid_x /= 2;
       result = driver.LaunchKernelEx(&config, function, arguments, nullptr);
     }
-    FI_CHECK(result == cu::kSuccess, RuntimeError, "launch failed: %s; %s", driver.describe(result).c_str(),
-             describe(entry, launch).c_str());
+    FI_CHECK(result == cu::kSuccess, RuntimeError, "launch failed: %s; spec %s, %s", driver.describe(result).c_str(),
+             spec.c_str(), describe(entry, launch).c_str());
   }
 
   template <cu::FunctionAttribute kAttribute>
@@ -283,14 +258,14 @@ struct Kernel {
                  "cuKernelSetAttribute");
     allowed[device].store(value, std::memory_order_release);
   }
-  [[gnu::noinline, gnu::cold]] std::string describe(const Entry& entry, const Launch& launch) const {
+  // For errors and reports, which Python reads.
+  [[gnu::noinline, gnu::cold]] static std::string describe(const Entry& entry, const Launch& launch) {
     char text[512];
-    snprintf(text, sizeof text,
-             "kernel %s, spec %s, grid (%lld, %lld, %lld), %lld threads, %lld bytes of shared memory, cluster %u%s%s",
-             entry.name.c_str(), spec.c_str(), static_cast<long long>(launch.grid_x),
-             static_cast<long long>(launch.grid_y), static_cast<long long>(launch.grid_z),
-             static_cast<long long>(launch.threads), static_cast<long long>(launch.shared_bytes), launch.cluster,
-             launch.pdl ? ", pdl" : "", launch.cooperative ? ", cooperative" : "");
+    snprintf(text, sizeof text, "%s: grid %lld x %lld x %lld, %lld threads, %lld B shared, clusters of %u%s%s",
+             entry.name.c_str(), static_cast<long long>(launch.grid_x), static_cast<long long>(launch.grid_y),
+             static_cast<long long>(launch.grid_z), static_cast<long long>(launch.threads),
+             static_cast<long long>(launch.shared_bytes), launch.cluster, launch.pdl ? ", pdl" : "",
+             launch.cooperative ? ", cooperative" : "");
     return text;
   }
 #else

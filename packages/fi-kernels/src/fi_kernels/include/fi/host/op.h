@@ -9,8 +9,8 @@
 //
 // A module exports call(values...) -> the number of the choice that ran, or the words of a request that no kernel is
 // known for; request(values...) -> these words; bind(name, checks[, ...]) -> a kernel; learn(choice, kernel, words...),
-// what it serves; run(kernel, values..., extras...), past all choices; plan(choice, planned values...) -> a call of the
-// rest, which learns and is called as the module; forget(); and, with device code, last_launches() -> text.
+// what it serves; run(kernel, values..., extras...), past all choices -> the launches, if it is a rehearsal;
+// plan(choice, planned values...) -> a call of the rest, which learns and is called as the module; and forget().
 #pragma once
 #include "fi/host/arguments.h"
 #include "fi/host/table.h"
@@ -66,9 +66,6 @@ class Module {
 
   static Args arguments(const Values& v) { return Args::from(Plan::from(v), v.from(Plan::kCount)); }
   static void enter(const Kernel& kernel, const Args& a, const Values& extras) {
-#if FI_CUDA
-    LaunchLog::of_thread().clear();
-#endif
     if constexpr (kTakesExtras)
       kEntry(kernel, a, Extras(extras.any, extras.count));
     else
@@ -111,14 +108,17 @@ class Module {
     expect(v, kCount);
     set_text(result, text_of(words_of(arguments(v))));
   }
-  static void run(const Values& v, TVMFFIAny*) {
+  static void run(const Values& v, TVMFFIAny* result) {
     expect(v, 1 + kCount, kTakesExtras);
     const Kernel& kernel = *v.get<const Kernel*>(0, "kernel");
     const Args a = arguments({v.any + 1, kCount});
     FI_CHECK(kernel.serves(a.first().device()), ValueError,
              "the kernel was planned for another device than that of %s, %s", a.first().name(),
              a.first().device_str().c_str());
+    std::string& launches = Kernel::rehearsed();
+    launches.clear();
     enter(kernel, a, v.from(1 + kCount));
+    if (!launches.empty()) set_text(result, launches);
   }
   static void bind(const Values& v, TVMFFIAny* result) {
     result->type_index = kTVMFFIOpaquePtr, result->zero_padding = 0;
@@ -126,9 +126,6 @@ class Module {
   }
   static void learn(const Values& v, TVMFFIAny*) { add(v, known); }
   static void forget(const Values&, TVMFFIAny*) { known.clear(), forgotten.fetch_add(1); }
-#if FI_CUDA
-  static void last_launches(const Values&, TVMFFIAny* result) { set_text(result, LaunchLog::of_thread().text()); }
-#endif
 
   // A call whose planned values are fixed. It starts with the kernel of a choice, or knows none (-1); a request that it
   // does not know comes back to Python, which looks whether it fits the plan.
@@ -177,11 +174,6 @@ Args args_of(void (*)(const Kernel&, const Args&, const Extras&));
 
 }  // namespace fi
 
-#if FI_CUDA
-#define FI_EXPORT_LAUNCHES FI_EXPORT(last_launches, "last_launches", FiModule::last_launches)
-#else
-#define FI_EXPORT_LAUNCHES
-#endif
 #define FI_OP(entry, ...)                                                                \
   using FiModule = ::fi::Module<decltype(::fi::args_of(&entry)), &entry, ##__VA_ARGS__>; \
   FI_EXPORT(call, FiModule::kOp, FiModule::call)                                         \
@@ -190,5 +182,4 @@ Args args_of(void (*)(const Kernel&, const Args&, const Extras&));
   FI_EXPORT(bind, "bind", FiModule::bind)                                                \
   FI_EXPORT(learn, "learn", FiModule::learn)                                             \
   FI_EXPORT(forget, "forget", FiModule::forget)                                          \
-  FI_EXPORT(plan, "plan", FiModule::plan)                                                \
-  FI_EXPORT_LAUNCHES
+  FI_EXPORT(plan, "plan", FiModule::plan)

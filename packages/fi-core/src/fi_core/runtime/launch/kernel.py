@@ -127,7 +127,8 @@ def rehearsed_module(op: Op, kind: str) -> Any:
 
 def _words(entries: Sequence[Entry]) -> list[Any]:
     """Kernel entries in the format of a host module's `bind`."""
-    return [w for e in entries for w in (e.name, e.threads, e.shared_bytes, len(e.config), *map(int, e.config))]
+    words = (w for e in entries for w in (e.name, e.threads, e.shared_bytes, len(e.config), *map(int, e.config)))
+    return [len(entries), *words]
 
 
 def bind_artifacts(name: str, artifacts: Sequence[Artifact], entries: Sequence[Entry], device: int) -> Kernel:

@@ -2,6 +2,7 @@
 #include "fi/activation/act_and_mul.h"
 
 #include "fi/generated/act_and_mul.h"
+#include "fi/host/tile.h"
 
 #if !FI_CUDA
 #include "fi/cpu/math.h"
@@ -64,13 +65,12 @@ void act_and_mul(const Kernel& kernel, const ActAndMulArgs& a) {
 #if FI_CUDA
   const Entry& entry = tile(kernel, a, rows * h, vec_size(h, {a.input, a.out}));
   const auto config = ActAndMulConfig::of(entry);
-  const int64_t vectors_per_row = h / config.vec_size;
-  kernel.launch_rows(entry, rows, vectors_per_row, config.vectors_per_thread, kernel.pdl(a.enable_pdl), a.input,
-                     [&](int64_t first, uint32_t vectors) {
-                       p.out = a.out.at(first * p.out_row_stride), p.input = a.input.at(first * p.input_row_stride);
-                       p.vectors = vectors, p.vectors_per_row = divisor(static_cast<uint32_t>(vectors_per_row));
-                       return p;
-                     });
+  launch_rows(kernel, entry, rows, h / config.vec_size, config.vectors_per_thread, kernel.pdl(a.enable_pdl), a.input,
+              [&](int64_t first, uint32_t vectors) {
+                p.out = a.out.at(first * p.out_row_stride), p.input = a.input.at(first * p.input_row_stride);
+                p.vectors = vectors, p.vectors_per_row = divisor(static_cast<uint32_t>(h / config.vec_size));
+                return p;
+              });
 #else
   (void)kernel, run_cpu(p, rows, a);
 #endif

@@ -2,6 +2,7 @@
 #include "fi/attention/decode/batch_decode.h"
 
 #include "fi/attention/contract.h"
+#include "fi/attention/extras.h"
 #include "fi/generated/batch_decode.h"
 #include "fi/host/contents.h"
 

@@ -2,6 +2,7 @@
 #include "fi/attention/prefill/batch_prefill.h"
 
 #include "fi/attention/contract.h"
+#include "fi/attention/extras.h"
 #include "fi/generated/batch_prefill.h"
 #include "fi/host/contents.h"
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "fi/attention/contract.h"
+#include "fi/attention/extras.h"
 #include "fi/generated/single_attention.h"
 
 #if !FI_CUDA

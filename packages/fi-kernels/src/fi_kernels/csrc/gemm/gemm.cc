@@ -261,13 +261,6 @@ bool takes(const GemmProblem& p, const GemmArgs& a, const GemmConfig& t, int64_t
                                                 stores_vectors(a.out, p, 16) && tiles_of(p, t) > multiprocessors);
 }
 
-GemmCard card_of(const Kernel& kernel, DLDevice device) {
-  GemmCard card{kernel.multiprocessors(device), {}};
-  for (unsigned ctas = 2; ctas <= kGemmSplits; ++ctas)
-    card.clusters[ctas] = kernel.clusters(kernel.entries.front(), ctas, kGemmSharedBytes, device);
-  return card;
-}
-
 // Of the kernels for any number of tokens.
 Tile wgmma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const GemmShape& shape) {
   const GemmCard card = card_of(kernel, a.a.device());

@@ -3,6 +3,7 @@
 
 #include "fi/generated/get_batch_indices_positions.h"
 #include "fi/host/contents.h"
+#include "fi/host/tile.h"
 
 #if !FI_CUDA
 #include "fi/cpu/parallel.h"
@@ -58,7 +59,7 @@ void get_batch_indices_positions(const Kernel& kernel, const GetBatchIndicesPosi
 
   // 3 launch
 #if FI_CUDA
-  kernel.launch_threads(kernel.entries.front(), p.rows, a.seq_lens.device(), p);
+  launch_threads(kernel, kernel.entries.front(), p.rows, a.seq_lens.device(), p);
 #else
   (void)kernel;
   run_cpu(p);

@@ -2,6 +2,7 @@
 #include "fi/page/get_seq_lens.h"
 
 #include "fi/generated/get_seq_lens.h"
+#include "fi/host/tile.h"
 
 namespace fi {
 namespace {
@@ -30,7 +31,7 @@ void get_seq_lens(const Kernel& kernel, const GetSeqLensArgs& a) {
   // 3 launch
 #if FI_CUDA
   const Entry& entry = kernel.entries[a.seq_lens.dtype() == kI64];  // one entry per integer type; no config
-  kernel.launch_threads(entry, p.rows, a.seq_lens.device(), p);
+  launch_threads(kernel, entry, p.rows, a.seq_lens.device(), p);
 #else
   (void)kernel;
   const auto run = a.seq_lens.dtype() == kI64 ? seq_len<int64_t> : seq_len<int32_t>;

@@ -2,6 +2,7 @@
 #include "fi/quantization/block_dequantize.h"
 
 #include "fi/generated/block_dequantize.h"
+#include "fi/host/tile.h"
 
 #if !FI_CUDA
 #include <algorithm>
@@ -109,7 +110,7 @@ void block_dequantize(const Kernel& kernel, const BlockDequantizeArgs& a) {
   FI_CHECK(p.chunks <= 0x7fffffff, ValueError, "input is too large: got shape %s", a.input.shape_str().c_str());
   p.chunks_per_row = divisor(static_cast<uint32_t>(columns / 8));
   p.rows_per_matrix = divisor(static_cast<uint32_t>(rows));
-  kernel.launch_threads(kernel.entries.front(), p.chunks, a.input.device(), p);
+  launch_threads(kernel, kernel.entries.front(), p.chunks, a.input.device(), p);
 #else
   (void)kernel;
   run_cpu(p, a.input.dtype(), a.out.dtype(), a.scale_format == kUe8m0Scale, batch);

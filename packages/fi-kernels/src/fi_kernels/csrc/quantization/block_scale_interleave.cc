@@ -2,6 +2,7 @@
 #include "fi/quantization/block_scale_interleave.h"
 
 #include "fi/generated/block_scale_interleave.h"
+#include "fi/host/tile.h"
 
 #if !FI_CUDA
 #include <algorithm>
@@ -65,7 +66,7 @@ void block_scale_interleave(const Kernel& kernel, const BlockScaleInterleaveArgs
   FI_CHECK(p.chunks <= 0x7fffffff, ValueError, "input is too large: got shape %s", a.input.shape_str().c_str());
   p.chunks_per_row = divisor(static_cast<uint32_t>(chunks_per_row));
   p.strips = divisor(static_cast<uint32_t>(strips));
-  kernel.launch_threads(entry, p.chunks, a.input.device(), p);
+  launch_threads(kernel, entry, p.chunks, a.input.device(), p);
 #else
   (void)kernel;
   a.input.dtype() == kU8 ? run_cpu<uint8_t>(p, strips * 128, all_strips * 128)

@@ -3,6 +3,7 @@
 
 #include "fi/generated/packbits.h"
 #include "fi/host/contents.h"
+#include "fi/host/tile.h"
 
 #if !FI_CUDA
 #include <algorithm>
@@ -99,7 +100,7 @@ void packbits(const Kernel& kernel, const PackbitsArgs& a) {
 #if FI_CUDA
   const Entry& entry = tile(kernel, p);
   const int64_t elements = PackbitsConfig::of(entry).elements_per_thread;
-  kernel.launch_threads(entry, (p.bytes * 8 + elements - 1) / elements, a.x.device(), p);
+  launch_threads(kernel, entry, (p.bytes * 8 + elements - 1) / elements, a.x.device(), p);
 #else
   (void)kernel;
   run_cpu(p);

@@ -2,9 +2,40 @@
 #pragma once
 #include "fi/gemm/gemm_cost.h"
 #include "fi/gemm/gemm_operand.h"
+#include "fi/gemm/gemm_sm90.h"
+#include "fi/host/kernel.h"
 
 namespace fi {
 #if FI_CUDA
+
+// Clusters of so many CTAs that run at a time, where each CTA takes an SM: SMs come in groups of different sizes. Asked
+// once for each device.
+inline int64_t gemm_clusters(const Kernel& kernel, unsigned ctas, DLDevice device) {
+  static cu::OfDevices<int> known[kGemmSplits + 1];
+  if (ctas == 1 || !kernel.library) return kernel.multiprocessors(device) / ctas;
+  std::atomic<int>& count = known[ctas][device.device_id];
+  int found = count.load(std::memory_order_relaxed);
+  if (found) return found;
+  const Entry& entry = kernel.entries.front();
+  cu::DeviceGuard guard(device.device_id);
+  const cu::Driver& driver = cu::Driver::get();
+  Kernel::allow<cu::kMaxDynamicSharedBytes>(entry, entry.shared_allowed, kGemmSharedBytes, device.device_id);
+  cu::LaunchAttribute attribute{};
+  attribute.id = cu::kClusterDimension;
+  attribute.value.cluster = {ctas, 1, 1};
+  const cu::LaunchConfig config{ctas,    1,          1, static_cast<unsigned>(entry.threads), 1, 1, kGemmSharedBytes,
+                                nullptr, &attribute, 1};
+  driver.check(driver.OccupancyMaxActiveClusters(&found, reinterpret_cast<cu::Function>(entry.kernel), &config),
+               "cuOccupancyMaxActiveClusters");
+  count.store(found, std::memory_order_relaxed);
+  return found;
+}
+
+inline GemmCard card_of(const Kernel& kernel, DLDevice device) {
+  GemmCard card{kernel.multiprocessors(device), {}};
+  for (unsigned ctas = 2; ctas <= kGemmSplits; ++ctas) card.clusters[ctas] = gemm_clusters(kernel, ctas, device);
+  return card;
+}
 
 // An entry, its config, and the CTAs of a cluster that split k.
 template <class Config>

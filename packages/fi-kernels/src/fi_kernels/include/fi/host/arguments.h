@@ -4,6 +4,7 @@
 #include <tvm/ffi/c_api.h>
 
 #include <array>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 
@@ -11,15 +12,22 @@
 
 namespace fi {
 
-// Turns one tvm-ffi argument into the type the host entry declares.
+// What a value of a call is read as: a type, or one of the words below.
 template <class T>
-struct Argument;
+struct As {};
+struct Number {};  // a double; a NaN would pass every later comparison
+struct Written {};
+struct OptionalWritten {};
+
+// What lies behind the header of an object of tvm-ffi.
+template <class T>
+const T* content(const TVMFFIObject* object) {
+  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(object) + sizeof(TVMFFIObject));
+}
 
 inline const DLTensor* as_dltensor(const TVMFFIAny& any) {
   if (any.type_index == kTVMFFIDLTensorPtr) return static_cast<const DLTensor*>(any.v_ptr);
-  if (any.type_index == kTVMFFITensor)
-    return reinterpret_cast<const DLTensor*>(reinterpret_cast<const char*>(any.v_obj) + sizeof(TVMFFIObject));
-  return nullptr;
+  return any.type_index == kTVMFFITensor ? content<DLTensor>(any.v_obj) : nullptr;
 }
 
 // The address of a tensor with elements lies above all that Linux maps for programs; that of a fake tensor is its
@@ -40,90 +48,63 @@ inline Tensor as_tensor(const DLTensor* t, const char* name) {
 
 struct OptionalTensor : Tensor {
   using Tensor::Tensor;
+  OptionalTensor(const Tensor& t) : Tensor(t) {}
 };
 
-// kWritten: no two elements share an address, since the op writes them.
-template <class T, bool kWritten>
-struct TensorArgument {
-  static T from(const TVMFFIAny& any, const char* name) {
-    constexpr bool kOptional = std::is_same_v<T, OptionalTensor>;
-    if (kOptional && any.type_index == kTVMFFINone) return {nullptr, name};
-    const DLTensor* t = as_dltensor(any);
-    FI_CHECK(t, TypeError, "%s must be a tensor%s", name, kOptional ? " or None" : "");
-    const Tensor tensor = as_tensor(t, name);
-    if (kWritten) tensor.writable();
-    return {t, name};
-  }
-};
-struct Written {};
-struct OptionalWritten {};
-template <>
-struct Argument<Tensor> : TensorArgument<Tensor, false> {};
-template <>
-struct Argument<OptionalTensor> : TensorArgument<OptionalTensor, false> {};
-template <>
-struct Argument<Written> : TensorArgument<Tensor, true> {};
-template <>
-struct Argument<OptionalWritten> : TensorArgument<OptionalTensor, true> {};
+inline Tensor read(As<Tensor>, const TVMFFIAny& any, const char* name, const char* or_none = "") {
+  const DLTensor* t = as_dltensor(any);
+  FI_CHECK(t, TypeError, "%s must be a tensor%s", name, or_none);
+  return as_tensor(t, name);
+}
+inline OptionalTensor read(As<OptionalTensor>, const TVMFFIAny& any, const char* name) {
+  return any.type_index == kTVMFFINone ? Tensor(nullptr, name) : read(As<Tensor>(), any, name, " or None");
+}
+// No two elements of what an op writes share an address.
+inline Tensor read(As<Written>, const TVMFFIAny& any, const char* name) {
+  return read(As<Tensor>(), any, name).writable();
+}
+inline OptionalTensor read(As<OptionalWritten>, const TVMFFIAny& any, const char* name) {
+  const OptionalTensor tensor = read(As<OptionalTensor>(), any, name);
+  return tensor ? tensor.writable() : tensor;
+}
 
 inline bool is_integer(const TVMFFIAny& any) { return any.type_index == kTVMFFIInt || any.type_index == kTVMFFIBool; }
-template <>
-struct Argument<bool> {
-  static bool from(const TVMFFIAny& any, const char* name) {
-    FI_CHECK(is_integer(any), TypeError, "%s must be a bool", name);
-    return any.v_int64 != 0;
-  }
-};
-template <>
-struct Argument<double> {
-  static double from(const TVMFFIAny& any, const char* name) {
-    if (any.type_index == kTVMFFIFloat) return any.v_float64;
-    FI_CHECK(is_integer(any), TypeError, "%s must be a number", name);
-    return static_cast<double>(any.v_int64);
-  }
-};
-// A number of an op: a NaN would pass every later comparison.
-struct Number {};
-template <>
-struct Argument<Number> {
-  static double from(const TVMFFIAny& any, const char* name) {
-    const double x = Argument<double>::from(any, name);
-    FI_CHECK(x == x, ValueError, "%s must be a number; got NaN", name);
-    return x;
-  }
-};
+inline bool read(As<bool>, const TVMFFIAny& any, const char* name) {
+  FI_CHECK(is_integer(any), TypeError, "%s must be a bool", name);
+  return any.v_int64 != 0;
+}
+inline double read(As<double>, const TVMFFIAny& any, const char* name) {
+  if (any.type_index == kTVMFFIFloat) return any.v_float64;
+  FI_CHECK(is_integer(any), TypeError, "%s must be a number", name);
+  return static_cast<double>(any.v_int64);
+}
+inline double read(As<Number>, const TVMFFIAny& any, const char* name) {
+  const double x = read(As<double>(), any, name);
+  FI_CHECK(x == x, ValueError, "%s must be a number; got NaN", name);
+  return x;
+}
 // An integer or bool; None becomes -1, the default.
-template <>
-struct Argument<int64_t> {
-  static int64_t from(const TVMFFIAny& any, const char* name) {
-    if (any.type_index == kTVMFFINone) return -1;
-    FI_CHECK(is_integer(any), TypeError, "%s must be an integer", name);
-    return any.v_int64;
-  }
-};
-template <>
-struct Argument<const Kernel*> {
-  static const Kernel* from(const TVMFFIAny& any, const char* name) {
-    FI_CHECK(any.type_index == kTVMFFIOpaquePtr, TypeError, "%s must be what bind returned", name);
-    return static_cast<const Kernel*>(any.v_ptr);
-  }
-};
-template <>
-struct Argument<std::string> {
-  static std::string from(const TVMFFIAny& any, const char* name) {
-    if (any.type_index == kTVMFFIRawStr) return any.v_c_str;
-    if (any.type_index == kTVMFFISmallStr) return {any.v_bytes, any.small_str_len};
-    FI_CHECK(any.type_index == kTVMFFIStr, TypeError, "%s must be a string", name);
-    auto* bytes =
-        reinterpret_cast<const TVMFFIByteArray*>(reinterpret_cast<const char*>(any.v_obj) + sizeof(TVMFFIObject));
-    return {bytes->data, bytes->size};
-  }
-};
-
-inline TVMFFIByteArray as_bytes(const TVMFFIAny& any, const char* name) {
-  if (any.type_index == kTVMFFIByteArrayPtr) return *static_cast<const TVMFFIByteArray*>(any.v_ptr);
-  FI_CHECK(any.type_index == kTVMFFIBytes, TypeError, "%s must be bytes", name);
-  return *reinterpret_cast<const TVMFFIByteArray*>(reinterpret_cast<const char*>(any.v_obj) + sizeof(TVMFFIObject));
+inline int64_t read(As<int64_t>, const TVMFFIAny& any, const char* name) {
+  if (any.type_index == kTVMFFINone) return -1;
+  FI_CHECK(is_integer(any), TypeError, "%s must be an integer", name);
+  return any.v_int64;
+}
+inline const Kernel* read(As<const Kernel*>, const TVMFFIAny& any, const char* name) {
+  FI_CHECK(any.type_index == kTVMFFIOpaquePtr, TypeError, "%s must be what bind returned", name);
+  return static_cast<const Kernel*>(any.v_ptr);
+}
+// Text or bytes.
+inline std::string_view read(As<std::string_view>, const TVMFFIAny& any, const char* name) {
+  const int32_t type = any.type_index;
+  if (type == kTVMFFIRawStr) return any.v_c_str;
+  if (type == kTVMFFISmallStr || type == kTVMFFISmallBytes) return {any.v_bytes, any.small_str_len};
+  const bool is_object = type == kTVMFFIStr || type == kTVMFFIBytes;
+  FI_CHECK(is_object || type == kTVMFFIByteArrayPtr, TypeError, "%s must be a string or bytes", name);
+  const auto* found = is_object ? content<TVMFFIByteArray>(any.v_obj) : static_cast<const TVMFFIByteArray*>(any.v_ptr);
+  return {found->data, found->size};
+}
+inline std::string read(As<std::string>, const TVMFFIAny& any, const char* name) {
+  return std::string(read(As<std::string_view>(), any, name));
 }
 
 [[gnu::noinline, gnu::cold]] inline int set_raised(const char* label, const char* kind, const char* text) {
@@ -143,31 +124,6 @@ int guarded(const char* label, F&& body) noexcept {
   }
 }
 
-// The arguments of a caller after the named ones, packed for device code of a user: 8 bytes each, of a tensor
-// its address (None: 0). Whoever compiled that code has checked them.
-class Extras {
- public:
-  Extras(const TVMFFIAny* args, int32_t count) : count_(static_cast<size_t>(count)) {
-    FI_CHECK(count_ <= words_.size(), TypeError, "takes at most %zu additional arguments; got %zu", words_.size(),
-             count_);
-    for (size_t i = 0; i < count_; ++i) {
-      if (const DLTensor* t = as_dltensor(args[i])) {
-        words_[i] = reinterpret_cast<uint64_t>(as_tensor(t, "an additional argument").data());
-        continue;
-      }
-      FI_CHECK(args[i].type_index <= kTVMFFIFloat, TypeError,
-               "additional argument %zu must be a tensor, a number or None", i);
-      words_[i] = args[i].type_index == kTVMFFINone ? 0 : args[i].v_uint64;
-    }
-  }
-  size_t bytes() const { return count_ * sizeof(uint64_t); }
-  const void* data() const { return words_.data(); }
-
- private:
-  std::array<uint64_t, 64> words_;
-  size_t count_;
-};
-
 // The values of a call.
 struct Values {
   const TVMFFIAny* any;
@@ -176,42 +132,36 @@ struct Values {
   template <class Reader>
   auto get(int32_t i, const char* name) const {
     FI_CHECK(i < count, TypeError, "%s is missing", name);
-    return Argument<Reader>::from(any[i], name);
+    return read(As<Reader>(), any[i], name);
   }
   Values from(int32_t begin) const { return {any + begin, count - begin}; }
 };
 
 // What bind gets: name and checks; with device code, image, capability, device, multiprocessors and shared_limit (of a
-// rehearsal, which has no image); then for each kernel entry its name, threads, shared bytes, n, and n integers of
-// config.
-inline Kernel::Kernel(const Values& v) : Kernel() {
-  spec = v.get<std::string>(0, "name");
-  checks = v.get<bool>(1, "checks");
+// rehearsal, which has no image); then the number of kernel entries, and for each its name, threads, shared bytes, n,
+// and n integers of config.
+inline Kernel::Kernel(const Values& v) : spec(v.get<std::string>(0, "name")), checks(v.get<bool>(1, "checks")) {
 #if FI_CUDA
-  const auto integer = [&](int32_t i) { return v.get<int64_t>(i, "bind's integer"); };
-  capability = integer(3), device = integer(4);
-  rehearsal = {integer(5), integer(6)};
-  size_t total = 0;
-  for (int32_t i = 7; i < v.count; i += 4 + static_cast<int32_t>(integer(i + 3))) ++total;
-  entries = std::vector<Entry>(total);
-  int32_t i = 7;
+  int32_t at = 3;
+  const auto next = [&] { return v.get<int64_t>(at++, "bind's integer"); };
+  capability = next(), device = next();
+  rehearsal = {next(), next()};
+  entries = std::vector<Entry>(static_cast<size_t>(next()));
   for (Entry& entry : entries) {
-    entry.name = v.get<std::string>(i, "entry");
-    entry.threads = integer(i + 1), entry.shared_bytes = integer(i + 2);
-    entry.config.resize(static_cast<size_t>(integer(i + 3)));
-    i += 4;
-    for (int64_t& value : entry.config) value = integer(i++);
+    entry.name = v.get<std::string>(at++, "entry");
+    entry.threads = next(), entry.shared_bytes = next();
+    entry.config.resize(static_cast<size_t>(next()));
+    for (int64_t& value : entry.config) value = next();
   }
   if (v.any[2].type_index == kTVMFFINone) return;
-  const TVMFFIByteArray image = as_bytes(v.any[2], "image");
+  const std::string_view image = v.get<std::string_view>(2, "image");
   cu::DeviceGuard guard(static_cast<int>(device));
   const cu::Driver& driver = cu::Driver::get();
-  driver.check(driver.LibraryLoadData(&library, image.data, nullptr, nullptr, 0, nullptr, nullptr, 0),
+  driver.check(driver.LibraryLoadData(&library, image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
                "cuLibraryLoadData");
   for (Entry& entry : entries) {
     driver.check(driver.LibraryGetKernel(&entry.kernel, library, entry.name.c_str()), entry.name.c_str());
-    cu::Function
-        function;  // forces the load now: an image for another architecture is refused here, not at the first launch
+    cu::Function function;  // loads it now: an image for another architecture is refused here, not at the first launch
     driver.check(driver.KernelGetFunction(&function, entry.kernel), "cuKernelGetFunction");
   }
 #endif

@@ -17,7 +17,7 @@ class Integers {
       : name_(t.name()), data_(t.data()), size_(count), is_wide_(t.dtype().bits == 64) {
 #if FI_CUDA
     copy_.resize(static_cast<size_t>(count * t.dtype().bytes()));
-    kernel.copy_to_host(copy_.data(), data_, copy_.size(), t.device());
+    if (!copy_.empty()) copy_from(kernel.stream(t.device()), t.device());
     data_ = copy_.data();
 #else
     (void)kernel;
@@ -39,6 +39,14 @@ class Integers {
   bool is_wide_;
 #if FI_CUDA
   std::vector<char> copy_;
+
+  void copy_from(cu::Stream stream, DLDevice device) {
+    cu::DeviceGuard guard(device.device_id);
+    const cu::Driver& driver = cu::Driver::get();
+    const auto address = static_cast<cu::DevicePointer>(reinterpret_cast<uintptr_t>(data_));
+    driver.check(driver.MemcpyDtoHAsync(copy_.data(), address, copy_.size(), stream), "cuMemcpyDtoHAsync");
+    driver.check(driver.StreamSynchronize(stream), "cuStreamSynchronize");
+  }
 #endif
 };
 

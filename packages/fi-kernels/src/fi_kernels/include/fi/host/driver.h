@@ -137,6 +137,32 @@ struct Driver {
   }
 };
 
+// A value for each device of the process; 0: not set yet.
+template <class T>
+class OfDevices {
+ public:
+  std::atomic<T>& operator[](Device device) {
+    FI_CHECK(device >= 0 && device < 64, ValueError, "CUDA device index must be in 0..63; got %d", device);
+    return values_[device];
+  }
+
+ private:
+  std::atomic<T> values_[64]{};
+};
+
+// An attribute of a device, asked for once.
+template <DeviceAttribute kAttribute>
+int attribute(Device device) {
+  static OfDevices<int> values;
+  std::atomic<int>& known = values[device];
+  int value = known.load(std::memory_order_relaxed);
+  if (value == 0) {
+    Driver::get().check(Driver::get().DeviceGetAttribute(&value, kAttribute, device), "cuDeviceGetAttribute");
+    known.store(value, std::memory_order_relaxed);
+  }
+  return value;
+}
+
 // Makes a device's primary context current for a scope; free when it is current already.
 class DeviceGuard {
  public:
@@ -158,12 +184,12 @@ class DeviceGuard {
 
  private:
   Context primary(Device device) const {  // retained once and kept, as torch does for the life of the process
-    static std::atomic<Context> contexts[64];
-    FI_CHECK(device >= 0 && device < 64, ValueError, "CUDA device index must be in 0..63; got %d", device);
-    Context context = contexts[device].load(std::memory_order_acquire);
+    static OfDevices<Context> contexts;
+    std::atomic<Context>& known = contexts[device];
+    Context context = known.load(std::memory_order_acquire);
     if (!context) {
       driver_.check(driver_.DevicePrimaryCtxRetain(&context, device), "cuDevicePrimaryCtxRetain");
-      contexts[device].store(context, std::memory_order_release);
+      known.store(context, std::memory_order_release);
     }
     return context;
   }

@@ -29,7 +29,7 @@ struct Entry {
   int64_t threads = 0, shared_bytes = 0;
   std::vector<int64_t> config;
   // The attributes that are set on each device: bytes of opt-in shared memory, and clusters of more than 8 CTAs.
-  mutable std::array<std::atomic<int64_t>, 64> shared_allowed{}, large_clusters{};
+  mutable cu::OfDevices<int64_t> shared_allowed, large_clusters;
 };
 
 struct Launch {
@@ -48,7 +48,6 @@ struct Launch {
 struct Values;
 
 struct Kernel {
-  Kernel() = default;
   explicit Kernel(const Values& bound);  // what `bind` gets
   Kernel(const Kernel&) = delete;
   Kernel& operator=(const Kernel&) = delete;
@@ -78,34 +77,29 @@ struct Kernel {
   bool serves(DLDevice other) const {
     if (!library) return true;
     if (other.device_type != kDLCUDA) return false;
-    const DLDevice own{kDLCUDA, static_cast<int32_t>(device)};
-    return other.device_id == own.device_id || (attribute<cu::kMajor>(other) == attribute<cu::kMajor>(own) &&
-                                                attribute<cu::kMinor>(other) == attribute<cu::kMinor>(own));
+    const int own = static_cast<int>(device), id = other.device_id;
+    return id == own || (cu::attribute<cu::kMajor>(id) == cu::attribute<cu::kMajor>(own) &&
+                         cu::attribute<cu::kMinor>(id) == cu::attribute<cu::kMinor>(own));
   }
 
+  static cu::Stream stream(DLDevice device) {
+    return static_cast<cu::Stream>(TVMFFIEnvGetStream(device.device_type, device.device_id));
+  }
   bool checks_contents(DLDevice device) const {
     if (!checks || !library) return false;
     int status = 0;  // a stream that another one's capture forbids to use fails, and is not checked either
     return cu::Driver::get().StreamIsCapturing(stream(device), &status) == cu::kSuccess && status == 0;
-  }
-  void copy_to_host(void* to, const void* from, size_t bytes, DLDevice device) const {
-    if (bytes == 0) return;
-    cu::DeviceGuard guard(device.device_id);
-    const cu::Driver& driver = cu::Driver::get();
-    const auto address = static_cast<cu::DevicePointer>(reinterpret_cast<uintptr_t>(from));
-    driver.check(driver.MemcpyDtoHAsync(to, address, bytes, stream(device)), "cuMemcpyDtoHAsync");
-    driver.check(driver.StreamSynchronize(stream(device)), "cuStreamSynchronize");
   }
 
   // None means the target's default: on wherever the hardware has it.
   bool pdl(int64_t asked) const { return asked < 0 ? capability >= 90 : asked != 0 && capability >= 90; }
 
   int64_t multiprocessors(DLDevice device) const {
-    return library ? attribute<cu::kMultiprocessorCount>(device) : rehearsal.multiprocessors;
+    return library ? cu::attribute<cu::kMultiprocessorCount>(device.device_id) : rehearsal.multiprocessors;
   }
   // The most dynamic shared memory of a CTA.
   int64_t shared_limit(DLDevice device) const {
-    return library ? attribute<cu::kSharedBytesOfBlock>(device) : rehearsal.shared_limit;
+    return library ? cu::attribute<cu::kSharedBytesOfBlock>(device.device_id) : rehearsal.shared_limit;
   }
   // Describes a tensor of 8- or 16-bit elements for bulk tensor copies; strides in bytes, those of dimensions 1
   // and up. swizzle: 128, 64 or 32 bytes.
@@ -118,33 +112,6 @@ struct Kernel {
     driver.check(driver.TensorMapEncodeTiled(&map, element_bytes == 1 ? cu::kTensorU8 : cu::kTensorU16, rank, data,
                                              sizes, strides, box, steps, 0, mode, cu::kPromoteL2To128B, 0),
                  "cuTensorMapEncodeTiled");
-  }
-
-  // Clusters of so many CTAs that run at a time, where each CTA takes an SM: SMs come in groups of different sizes.
-  // Asked once for each device.
-  int64_t clusters(const Entry& entry, unsigned ctas, int64_t shared_bytes, DLDevice device) const {
-    constexpr unsigned kMost = 8;
-    static std::array<std::array<std::atomic<int>, kMost + 1>, 64> known;
-    if (ctas == 1 || !library) return multiprocessors(device) / ctas;
-    FI_CHECK(ctas <= kMost && device.device_id >= 0 && device.device_id < 64, ValueError,
-             "clusters have at most %u CTAs, and device indices are in 0..63; got %u, %d", kMost, ctas,
-             device.device_id);
-    std::atomic<int>& count = known[device.device_id][ctas];
-    if (int found = count.load(std::memory_order_relaxed)) return found;
-    cu::DeviceGuard guard(device.device_id);
-    const cu::Driver& driver = cu::Driver::get();
-    allow<cu::kMaxDynamicSharedBytes>(entry, entry.shared_allowed, shared_bytes, device.device_id);
-    cu::LaunchAttribute attribute{};
-    attribute.id = cu::kClusterDimension;
-    attribute.value.cluster = {ctas, 1, 1};
-    const cu::LaunchConfig config{
-        ctas,    1,          1, static_cast<unsigned>(entry.threads), 1, 1, static_cast<unsigned>(shared_bytes),
-        nullptr, &attribute, 1};
-    int found = 0;
-    driver.check(driver.OccupancyMaxActiveClusters(&found, reinterpret_cast<cu::Function>(entry.kernel), &config),
-                 "cuOccupancyMaxActiveClusters");
-    count.store(found, std::memory_order_relaxed);
-    return found;
   }
 
   // The first entry that `takes` accepts: entries are in order of preference.
@@ -162,47 +129,18 @@ struct Kernel {
     start(entry, launch, device, const_cast<Params*>(&params), const_cast<void*>(extras));
   }
 
-  // Launches whole CTAs of at least `threads` threads in all.
-  template <class Params>
-  void launch_threads(const Entry& entry, int64_t threads, DLDevice device, const Params& params) const {
-    Launch grid{(threads + entry.threads - 1) / entry.threads};
-    grid.pdl = pdl(-1);
-    launch(entry, grid, device, params);
-  }
-  // Launches an entry whose threads index the vectors of all rows with 31 bits: as many rows at a time as that allows.
-  // params_of(first_row, vectors) gives the parameters of one launch.
-  template <class ParamsOf>
-  void launch_rows(const Entry& entry, int64_t rows, int64_t vectors_per_row, int64_t vectors_per_thread, bool pdl,
-                   const Tensor& input, ParamsOf params_of) const {
-    const int64_t max_rows = 0x7fffffff / vectors_per_row, vectors_per_cta = vectors_per_thread * entry.threads;
-    FI_CHECK(max_rows > 0, ValueError, "%s is too wide: got shape %s", input.name(), input.shape_str().c_str());
-    for (int64_t first = 0; first < rows; first += max_rows) {
-      const int64_t vectors = std::min(max_rows, rows - first) * vectors_per_row;
-      Launch part{(vectors + vectors_per_cta - 1) / vectors_per_cta};
-      part.pdl = pdl;
-      launch(entry, part, input.device(), params_of(first, static_cast<uint32_t>(vectors)));
-    }
+  // Sets an attribute of an entry on a device, unless that value, or a greater one, is set.
+  template <cu::FunctionAttribute kAttribute>
+  static void allow(const Entry& entry, cu::OfDevices<int64_t>& allowed, int64_t value, int device) {
+    std::atomic<int64_t>& known = allowed[device];
+    if (known.load(std::memory_order_acquire) >= value) return;
+    const cu::Driver& driver = cu::Driver::get();
+    driver.check(driver.KernelSetAttribute(kAttribute, static_cast<int>(value), entry.kernel, device),
+                 "cuKernelSetAttribute");
+    known.store(value, std::memory_order_release);
   }
 
  private:
-  static cu::Stream stream(DLDevice device) {
-    return static_cast<cu::Stream>(TVMFFIEnvGetStream(device.device_type, device.device_id));
-  }
-
-  template <cu::DeviceAttribute kAttribute>
-  static int64_t attribute(DLDevice device) {
-    static std::atomic<int> values[64];
-    FI_CHECK(device.device_id >= 0 && device.device_id < 64, ValueError, "CUDA device index must be in 0..63; got %d",
-             device.device_id);
-    int value = values[device.device_id].load(std::memory_order_relaxed);
-    if (value == 0) {
-      cu::Driver::get().check(cu::Driver::get().DeviceGetAttribute(&value, kAttribute, device.device_id),
-                              "cuDeviceGetAttribute");
-      values[device.device_id].store(value, std::memory_order_relaxed);
-    }
-    return value;
-  }
-
   [[gnu::noinline]] void start(const Entry& entry, Launch launch, DLDevice device, void* params, void* extras) const {
     if (launch.grid_x == 0 || launch.grid_y == 0 || launch.grid_z == 0) return;
     if (launch.threads == 0) launch.threads = entry.threads;
@@ -246,18 +184,10 @@ struct Kernel {
       config.grid_x /= 2;
       result = driver.LaunchKernelEx(&config, function, arguments, nullptr);
     }
-    FI_CHECK(result == cu::kSuccess, RuntimeError, "launch failed: %s; spec %s, %s", driver.describe(result).c_str(),
-             spec.c_str(), describe(entry, launch).c_str());
+    FI_CHECK(result == cu::kSuccess, RuntimeError, "launch failed: %s; spec %s, kernel %s",
+             driver.describe(result).c_str(), spec.c_str(), describe(entry, launch).c_str());
   }
 
-  template <cu::FunctionAttribute kAttribute>
-  static void allow(const Entry& entry, std::array<std::atomic<int64_t>, 64>& allowed, int64_t value, int device) {
-    if (allowed[device].load(std::memory_order_acquire) >= value) return;
-    const cu::Driver& driver = cu::Driver::get();
-    driver.check(driver.KernelSetAttribute(kAttribute, static_cast<int>(value), entry.kernel, device),
-                 "cuKernelSetAttribute");
-    allowed[device].store(value, std::memory_order_release);
-  }
   // For errors and reports, which Python reads.
   [[gnu::noinline, gnu::cold]] static std::string describe(const Entry& entry, const Launch& launch) {
     char text[512];

@@ -4,8 +4,8 @@
 //   <Op>Request request_of(const <Op>Args&)                    what chooses the kernel of a call: dtypes, sizes, flags
 //   void entry(const Kernel&, const <Op>Args&)                 checks, shapes the launch, launches
 //
-// An entry that takes a user's variant has `const Extras&` as a third parameter. request_of runs before any check. An
-// op whose requests have no fields has none.
+// An entry whose calls may have values behind the declared ones has a third parameter, which is made of `Values`.
+// request_of runs before any check. An op whose requests have no fields has none.
 //
 // A module exports call(values...) -> the number of the choice that ran, or the words of a request that no kernel is
 // known for; request(values...) -> these words; bind(name, checks[, ...]) -> a kernel; learn(choice, kernel, words...),
@@ -49,7 +49,7 @@ struct KeptTensor {
 template <class Args, auto kEntry, auto... kRequestOf>
 class Module {
   using Plan = typename Args::Plan;
-  static constexpr bool kTakesExtras = std::is_invocable_v<decltype(kEntry), const Kernel&, const Args&, const Extras&>;
+  static constexpr bool kTakesMore = std::is_invocable_v<decltype(kEntry), const Kernel&, const Args&, const Values&>;
 
   static auto words_of(const Args& a) {
     const DLDevice device = a.first().device();
@@ -60,22 +60,23 @@ class Module {
       return (kRequestOf(a), ...).words(place, a.backend_number());
   }
   using Words = decltype(words_of(std::declval<const Args&>()));
-  using Known = Table<Words, 64>;
-  static inline Known& known = *new Known;          // calls may outlive the end of the program
-  static inline std::atomic<int64_t> forgotten{0};  // how often
+  using Known = Table<Words>;
+  static inline Known& known = *new Known;  // calls may outlive the end of the program
 
-  static Args arguments(const Values& v) { return Args::from(Plan::from(v), v.from(Plan::kCount)); }
-  static void enter(const Kernel& kernel, const Args& a, const Values& extras) {
-    if constexpr (kTakesExtras)
-      kEntry(kernel, a, Extras(extras.any, extras.count));
+  static void enter(const Kernel& kernel, const Args& a, const Values& more) {
+    if constexpr (kTakesMore)
+      kEntry(kernel, a, more);
     else
-      kEntry(kernel, a);
+      (void)more, kEntry(kernel, a);
   }
   static void expect(const Values& v, int32_t count, bool more = false) {
     FI_CHECK(v.count == count || (more && v.count > count), TypeError, "expects %d arguments, got %d", count, v.count);
   }
-  template <class Found>
-  static void find_and_enter(const Args& a, const Found& table, TVMFFIAny* result) {
+  static Args arguments(const Values& v) {
+    expect(v, kCount);
+    return Args::from(Plan::from(v), v.from(Plan::kCount));
+  }
+  static void find_and_enter(const Args& a, const Known& table, TVMFFIAny* result) {
     const Words words = words_of(a);
     const auto* node = table.find(words);
     if (!node) return set_text(result, text_of(words));
@@ -88,8 +89,7 @@ class Module {
     return text;
   }
   // A choice, a kernel and the request that they serve.
-  template <class Found>
-  static void add(const Values& v, Found& table) {
+  static void add(const Values& v, Known& table) {
     Words words;
     expect(v, 2 + static_cast<int32_t>(words.size()));
     for (size_t i = 0; i < words.size(); ++i) words[i] = v.get<int64_t>(2 + static_cast<int32_t>(i), "word");
@@ -100,16 +100,10 @@ class Module {
   static constexpr const char* kOp = Args::kOp;
   static constexpr int32_t kCount = Plan::kCount + Args::kCount;
 
-  static void call(const Values& v, TVMFFIAny* result) {
-    expect(v, kCount);
-    find_and_enter(arguments(v), known, result);
-  }
-  static void request(const Values& v, TVMFFIAny* result) {
-    expect(v, kCount);
-    set_text(result, text_of(words_of(arguments(v))));
-  }
+  static void call(const Values& v, TVMFFIAny* result) { find_and_enter(arguments(v), known, result); }
+  static void request(const Values& v, TVMFFIAny* result) { set_text(result, text_of(words_of(arguments(v)))); }
   static void run(const Values& v, TVMFFIAny* result) {
-    expect(v, 1 + kCount, kTakesExtras);
+    expect(v, 1 + kCount, kTakesMore);
     const Kernel& kernel = *v.get<const Kernel*>(0, "kernel");
     const Args a = arguments({v.any + 1, kCount});
     FI_CHECK(kernel.serves(a.first().device()), ValueError,
@@ -125,7 +119,7 @@ class Module {
     result->v_ptr = new Kernel(v);  // lives as long as the process: tables may lead to it
   }
   static void learn(const Values& v, TVMFFIAny*) { add(v, known); }
-  static void forget(const Values&, TVMFFIAny*) { known.clear(), forgotten.fetch_add(1); }
+  static void forget(const Values&, TVMFFIAny*) { Known::forget(); }
 
   // A call whose planned values are fixed. It starts with the kernel of a choice, or knows none (-1); a request that it
   // does not know comes back to Python, which looks whether it fits the plan.
@@ -145,9 +139,6 @@ class Module {
       return guarded(kOp, [&] {
         auto& planned = *static_cast<Planned*>(self);
         const Values v{any, count};
-        if (const int64_t now = forgotten.load(std::memory_order_relaxed);
-            planned.forgotten_.load(std::memory_order_relaxed) != now)
-          planned.known_.clear(), planned.forgotten_.store(now, std::memory_order_relaxed);
         if (count > 0 && any[0].type_index == kTVMFFIInt) return add(v, planned.known_);  // no op begins with a number
         expect(v, Args::kCount);
         find_and_enter(Args::from(planned.plan_, v), planned.known_, result);
@@ -158,8 +149,7 @@ class Module {
     Plan plan_;
     std::array<KeptTensor, 12> kept_;
     size_t used_ = 0;
-    Table<Words, 1> known_;
-    std::atomic<int64_t> forgotten_{forgotten.load(std::memory_order_relaxed)};
+    Known known_;
   };
   static void plan(const Values& v, TVMFFIAny* result) {
     expect(v, 1 + Plan::kCount);
@@ -169,8 +159,8 @@ class Module {
 
 template <class Args>
 Args args_of(void (*)(const Kernel&, const Args&));
-template <class Args>
-Args args_of(void (*)(const Kernel&, const Args&, const Extras&));
+template <class Args, class More>
+Args args_of(void (*)(const Kernel&, const Args&, const More&));
 
 }  // namespace fi
 

@@ -7,6 +7,8 @@
 #pragma once
 #include <tvm/ffi/extra/c_env_api.h>
 
+#include <memory>
+
 #include "fi/host/op.h"
 
 namespace fi {
@@ -20,11 +22,6 @@ class Steps {
     FI_CHECK(forms_.size() <= kMost, ValueError, "a plan has at most %zu tensors; got %zu", kMost, forms_.size());
     for (Form& form : forms_) form.read(next());
     while (at_ < words_.count) read_step();
-  }
-  Steps(const Steps&) = delete;
-  Steps& operator=(const Steps&) = delete;
-  ~Steps() {
-    for (const Step& step : steps_) TVMFFIObjectDecRef(step.function);
   }
 
   static int call(void* self, const TVMFFIAny* any, int32_t count, TVMFFIAny* result) {
@@ -41,15 +38,19 @@ class Steps {
   static uintptr_t alignment(const DLTensor& t) { return (address(t) | kLowBits) & -(address(t) | kLowBits); }
   static bool is_same(DLDevice a, DLDevice b) { return a.device_type == b.device_type && a.device_id == b.device_id; }
 
-  struct Form : KeptTensor {
-    bool is_given = false;
+  // What tvm-ffi counts references to.
+  struct Release {
+    void operator()(void* object) const { TVMFFIObjectDecRef(object); }
+  };
+  using Object = std::unique_ptr<void, Release>;
 
+  struct Form : KeptTensor {
+    bool is_given() const { return tensor.shape != nullptr; }
     void read(const TVMFFIAny& any) {
-      is_given = any.type_index != kTVMFFINone;
-      if (is_given) keep(Argument<Tensor>::from(any, "form"));
+      if (any.type_index != kTVMFFINone) keep(fi::read(As<Tensor>(), any, "form"));
     }
     bool fits(const DLTensor* t, DLDevice device) const {
-      if (!t || !is_given) return !t && !is_given;
+      if (!t || !is_given()) return !t && !is_given();
       if (t->ndim != tensor.ndim || t->dtype.code != tensor.dtype.code || t->dtype.bits != tensor.dtype.bits ||
           !is_same(t->device, device) || alignment(*t) != alignment(tensor))
         return false;
@@ -66,34 +67,20 @@ class Steps {
     uintptr_t offset = 0;
   };
   struct Step {
-    TVMFFIObjectHandle function;
+    Object function;
     std::vector<Value> values;
-  };
-  // Scratch of one call, in torch's memory.
-  struct Memory {
-    TVMFFIObjectHandle object = nullptr;
-    ~Memory() {
-      if (object) TVMFFIObjectDecRef(object);
-    }
-    uintptr_t allocate(int64_t bytes, DLDevice device) {
-      DLTensor prototype{nullptr, device, 1, {kDLUInt, 8, 1}, &bytes, nullptr, 0};
-      FI_CHECK(TVMFFIEnvTensorAlloc(&prototype, &object) == 0, RuntimeError, "no %lld bytes of scratch",
-               static_cast<long long>(bytes));
-      TVMFFIAny any{};
-      any.type_index = kTVMFFITensor, any.v_obj = static_cast<TVMFFIObject*>(object);
-      return address(*as_dltensor(any));
-    }
   };
 
   const TVMFFIAny& next() {
     FI_CHECK(at_ < words_.count, ValueError, "the words of a plan are cut off");
     return words_.any[at_++];
   }
-  size_t size() { return static_cast<size_t>(Argument<int64_t>::from(next(), "word")); }
+  size_t size() { return static_cast<size_t>(fi::read(As<int64_t>(), next(), "word")); }
   void read_step() {
     const TVMFFIAny& function = next();
     FI_CHECK(function.type_index == kTVMFFIFunction, TypeError, "a step of a plan must be a function");
-    Step step{function.v_obj, std::vector<Value>(size())};
+    TVMFFIObjectIncRef(function.v_obj);
+    Step step{Object(function.v_obj), std::vector<Value>(size())};
     FI_CHECK(step.values.size() <= kMost, ValueError, "a step has at most %zu values; got %zu", kMost,
              step.values.size());
     for (Value& value : step.values) {
@@ -106,14 +93,22 @@ class Steps {
         if (const uintptr_t form = address(forms_[i].tensor); form && form <= place)
           value.base = i, value.offset = place - form;
     }
-    TVMFFIObjectIncRef(step.function);
     steps_.push_back(std::move(step));
   }
 
-  // The begin of scratch; 0: the workspace has another form, or not enough bytes.
-  uintptr_t scratch(const TVMFFIAny& any, DLDevice device, Memory& memory) const {
-    const int64_t bytes = forms_[0].tensor.shape[0];
-    if (any.type_index == kTVMFFINone) return bytes ? memory.allocate(bytes, device) : kAlignment;
+  // The begin of scratch, which is a part of the workspace, or in memory of torch for one call; 0: the workspace has
+  // another form, or not enough bytes.
+  uintptr_t scratch(const TVMFFIAny& any, DLDevice device, Object& memory) const {
+    int64_t bytes = forms_[0].tensor.shape[0];
+    if (any.type_index == kTVMFFINone && bytes == 0) return kAlignment;
+    if (any.type_index == kTVMFFINone) {
+      DLTensor prototype{nullptr, device, 1, {kDLUInt, 8, 1}, &bytes, nullptr, 0};
+      TVMFFIObjectHandle object = nullptr;
+      FI_CHECK(TVMFFIEnvTensorAlloc(&prototype, &object) == 0, RuntimeError, "no %lld bytes of scratch",
+               static_cast<long long>(bytes));
+      memory.reset(object);
+      return address(*content<DLTensor>(static_cast<TVMFFIObject*>(object)));
+    }
     const DLTensor* t = as_dltensor(any);
     if (!t || t->ndim != 1 || t->dtype.code != kDLUInt || t->dtype.bits != 8 || (t->strides && t->strides[0] != 1) ||
         !is_same(t->device, device))
@@ -133,7 +128,7 @@ class Steps {
     for (size_t i = 1; i < checked_; ++i)
       if (!forms_[i].fits(tensors[i], device)) return 0;
     std::array<uintptr_t, kMost> begins{};
-    Memory memory;
+    Object memory;
     begins[0] = scratch(given.any[0], device, memory);
     if (!begins[0]) return 0;
     for (size_t i = 1; i < forms_.size(); ++i) begins[i] = tensors[i] ? address(*tensors[i]) : 0;
@@ -143,7 +138,7 @@ class Steps {
       for (size_t i = 0; i < step.values.size(); ++i) {
         const Value& value = step.values[i];
         values[i] = value.constant;
-        if (!value.is_given) continue;
+        if (!value.is_given()) continue;
         views[i] = value.tensor;
         views[i].data = reinterpret_cast<void*>(begins[value.base] + value.offset);
         views[i].device = device, views[i].byte_offset = 0;
@@ -151,7 +146,7 @@ class Steps {
       }
       TVMFFIAny found{};
       if (const int failed =
-              TVMFFIFunctionCall(step.function, values.data(), static_cast<int32_t>(step.values.size()), &found))
+              TVMFFIFunctionCall(step.function.get(), values.data(), static_cast<int32_t>(step.values.size()), &found))
         return failed;
       if (found.type_index != kTVMFFIInt) {  // the words of a request
         *result = found;

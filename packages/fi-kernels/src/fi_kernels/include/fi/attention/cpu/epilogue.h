@@ -3,9 +3,9 @@
 #include <type_traits>
 
 #include "fi/attention/cpu/block.h"
+#include "fi/attention/extras.h"
 #include "fi/attention/variant.h"
 #include "fi/cpu/row_convert.h"
-#include "fi/host/op.h"
 
 namespace fi {
 

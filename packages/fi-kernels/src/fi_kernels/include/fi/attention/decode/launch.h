@@ -6,6 +6,7 @@
 
 #include "fi/attention/contract.h"
 #include "fi/attention/decode/batch_decode.h"
+#include "fi/attention/extras.h"
 #include "fi/generated/batch_decode.h"
 
 #if FI_CUDA

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "fi/attention/contract.h"
+#include "fi/attention/extras.h"
 #include "fi/attention/prefill/batch_prefill.h"
 #include "fi/generated/batch_prefill.h"
 

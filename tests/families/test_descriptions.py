@@ -89,6 +89,18 @@ def test_the_function_gives_what_the_reference_gives(sample: Sample) -> None:
         assert_guards(out)
 
 
+WRITTEN_IN_PARTS = [found for found in DESCRIBED if found.template.written]
+
+
+@pytest.mark.parametrize("found", WRITTEN_IN_PARTS, ids=lambda found: found.name)
+def test_what_is_written_is_told_where_the_inputs_are(found: Described) -> None:
+    """What it makes without a device lies elsewhere here, as it does for inputs on a GPU."""
+    arguments = found.template.sample(**(found.template.samples or ({},))[0])
+    with torch.device("meta"):
+        written = found.template.written(**found.template.values(arguments))  # type: ignore[misc]
+    assert {mask.device.type for mask in written.values()} == {"cpu"}
+
+
 PLAIN = {
     (found.name, found.template.tags, found.template.op_type, tuple(found.template.outputs), len(found.template.axes)):
     found.template for found in DESCRIBED

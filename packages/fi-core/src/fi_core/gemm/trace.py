@@ -91,7 +91,7 @@ def _quantized(x):  # type: ignore[no-untyped-def]
     import torch
 
     blocks = x.float().unflatten(-1, (-1, 128))
-    scale = blocks.abs().amax(-1) / 448.0
+    scale = (blocks.abs().amax(-1).double() / 448.0).float()  # in fp32, torch on CUDA multiplies by 1 / 448
     quantized = blocks / scale.where(scale != 0, 1.0).unsqueeze(-1)
     return quantized.flatten(-2).to(torch.float8_e4m3fn), scale
 
@@ -287,7 +287,7 @@ def _rows_of_groups(**given: Any) -> dict[str, Any]:
     import torch
 
     ends = given["m_indptr" if "m_indptr" in given else "seg_indptr"]
-    rows = torch.arange(len(given["a" if "a" in given else "x"]))
+    rows = torch.arange(len(given["a" if "a" in given else "x"]), device=ends.device)
     return {"output": ((rows >= ends[0]) & (rows < ends[-1])).unsqueeze(-1)}
 
 
@@ -298,7 +298,8 @@ def _rows_of_indices(m_indices: Any, **_: Any) -> dict[str, Any]:
 def _first_rows(a: Any, masked_m: Any, **_: Any) -> dict[str, Any]:
     import torch
 
-    return {"output": (torch.arange(a.shape[1]) < masked_m.unsqueeze(-1)).unsqueeze(-1)}
+    rows = torch.arange(a.shape[1], device=masked_m.device)
+    return {"output": (rows < masked_m.unsqueeze(-1)).unsqueeze(-1)}
 
 
 def template(

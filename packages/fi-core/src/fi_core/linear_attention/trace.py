@@ -275,7 +275,9 @@ _PREFILL = TraceTemplate(
     written=_written_prefill,
     samples=samples({"dtype": ("bfloat16", "float16"), "num_q_heads, num_v_heads": ((2, 4), (2, 2))}),
     work=_work,
-    tolerance={"final_state": (1e-4, 1e-4)},
+    # CUDA kernels round operands of products to the dtype of q: in an emulation in fp64 states of bf16 calls are off by
+    # up to 3.3e-3 (1 + |state|), of fp16 calls by 5e-4. On the CPU they are closer, see tests/families.
+    tolerance={"final_state": (1e-2, 1e-2)},
     others=words("state_indices output_state_indices state_checkpoints checkpoint_cu_starts checkpoint_every_n_tokens"),
     description="Gated delta rule over packed sequences.",
 )

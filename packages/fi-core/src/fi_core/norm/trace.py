@@ -244,7 +244,7 @@ def _block_scales(hidden_states: Any, residual: Any, weight: Any, eps: float = 1
     import torch
 
     rows = len(hidden_states)
-    return {"block_scale": torch.arange(-(-rows // 4) * 4) < rows}
+    return {"block_scale": torch.arange(-(-rows // 4) * 4, device=hidden_states.device) < rows}
 
 
 FUSED_ADD_RMSNORM_FP8_BLOCK_QUANT = TraceTemplate(

@@ -161,7 +161,7 @@ def _valid_rows(a: Any, mask: Any, a_global_sf: Any = None) -> dict[str, Any]:
     """Values of the valid rows, and scales of the tiles of 128 rows that have one."""
     import torch
 
-    rows = torch.arange(round_up(a.shape[1], 128)).unsqueeze(-1) < mask.clamp(0, a.shape[1])
+    rows = torch.arange(round_up(a.shape[1], 128), device=mask.device).unsqueeze(-1) < mask.clamp(0, a.shape[1])
     return {"x_q": rows[: a.shape[1], None], "sf": rows[::128].view(1, 1, -1, 1, 1, len(a))}
 
 

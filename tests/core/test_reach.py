@@ -44,6 +44,14 @@ def test_products_of_any_number_of_tokens(begun: list[Spec], given: dict[str, st
     assert {choose(Request.of(op, HOPPER, {**given, "m": m, "k": k})).spec for m in range(1, 300)} <= {*begun}
 
 
+@pytest.mark.parametrize(("weight", "tiles"), [("bf16", {8, 16, 32}), ("e4m3", {8}), ("u8", {8, 16, 32})])
+def test_only_tiles_that_a_layer_chooses(begun: list[Spec], weight: str, tiles: set[int]) -> None:
+    """A mean of more rows than these is computed by grouped products."""
+    op = operator("moe_experts").op
+    reach.begin_reached(Request.of(op, HOPPER, {"weight": weight}), {})
+    assert {dict(spec.axes)["tokens"] for spec in begun} == tiles
+
+
 def test_a_decode_begins_the_prefill_of_its_layer(begun: list[Spec]) -> None:
     """And the reverse, with the kernels that plan: an engine that captured graphs of decode waits for no compiler."""
     known = {name: found.op for name, found in load().items()}

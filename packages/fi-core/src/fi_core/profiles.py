@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fi_core.fused_moe.moe_layer import chosen_tiles
 from fi_core.runtime import files
 from fi_core.runtime.dispatch import AUTO
 from fi_core.runtime.spec.dtype import DTYPES
@@ -326,7 +327,7 @@ def _expert_calls(model: Model) -> Iterator[Call]:
     yield Call("fused_moe", "moe_sort", {})
     yield Call("fused_moe", "moe_finalize", {"y": x, "out": x})
     kind = {"x": x, "weight": weight, "activation": model.activation}
-    for tokens in (8, 16, 32):
+    for tokens in chosen_tiles(weight):
         yield Call("fused_moe", "moe_experts", {**kind, "tokens": tokens}, optional=True)
     if weight == "u8":
         yield Call("fused_moe", "moe_mixed_gemm", {"x": x, "format": "Mxfp4"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from fi_core.fused_moe.moe_layer import MOST_PASSES, STREAMED_ACTIVATIONS, TILE_TOKENS
+from fi_core.fused_moe.moe_layer import MOST_PASSES, STREAMED_ACTIVATIONS, TILE_TOKENS, chosen_tiles
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, Rule, exactly
 from fi_core.runtime.spec.dtype import DTYPES
@@ -95,7 +95,7 @@ MOE_EXPERTS = Op(
         "tokens": Field(TILE_TOKENS, 8),
     },
     config=ExpertsConfig,
-    varies={"tokens": TILE_TOKENS},
+    varies={"tokens": lambda given: chosen_tiles(given["weight"])},
     implementations=(
         Implementation("cpu", (*ON_CPU, _WEIGHTS)),
         Implementation("wgmma_sm90", (*exactly(90), _WEIGHTS), _unit),

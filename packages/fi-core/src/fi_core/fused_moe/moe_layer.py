@@ -188,6 +188,12 @@ def tile_tokens(tokens: int, mean_rows: float) -> int:
     return next((tile for tile in TILE_TOKENS if tile >= wanted), TILE_TOKENS[-1])
 
 
+def chosen_tiles(weight: str) -> tuple[int, ...]:
+    """The tiles of the calls for which moe_experts is preferred, by the short dtype of weights; u8: mxfp4."""
+    most = _MOST_STREAMED[{"e4m3": "e4m3 blocks", "u8": "mxfp4"}.get(weight, weight)]
+    return tuple(tile for tile in TILE_TOKENS if tile <= tile_tokens(2 * most, most))
+
+
 def _is_aligned(p: Launches, x: torch.Tensor) -> bool:
     """Whether TMA and vector loads take the rows."""
     steps = (step * x.element_size() for step in x.stride()[:-1])

@@ -24,7 +24,7 @@ def reached(request: Request, known: Mapping[str, Op]) -> Iterator[Spec]:
     given = dict(zip(request.op.fields, request.values))
     for op in (request.op, *(known[name] for name in request.op.beside if name in known)):
         shared = {name: value for name, value in given.items() if name in op.fields}
-        for values in itertools.product(*op.varies.values()):
+        for values in itertools.product(*(v(shared) if callable(v) else v for v in op.varies.values())):
             fields = {**shared, **dict(zip(op.varies, values))}
             with contextlib.suppress(UnsupportedError, ValueError):  # or the other op has no such backend
                 yield choose(Request.of(op, request.target, fields, request.backend)).spec

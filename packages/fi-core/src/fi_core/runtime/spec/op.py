@@ -148,7 +148,8 @@ class Op:
         config: the NamedTuple of integers of each kernel entry.
         prebuilt: requests whose kernels the binary packages ship, other fields having their default; empty: all.
         takes_variant: whether a user's device code can be compiled into its units.
-        varies: the fields that differ between the calls of one layer, with values by which every kernel is reached.
+        varies: the fields that differ between the calls of one layer, with values by which every kernel is reached, or
+            a function that tells them by the other fields.
         beside: the ops that the same layer calls for other steps, with requests of the same fields.
         example: makes the arguments of a call from sizes that a user knows, for `fi-core why`.
     """
@@ -163,7 +164,7 @@ class Op:
     config: type[tuple[int, ...]] | None = None
     prebuilt: tuple[Values, ...] = ()
     takes_variant: bool = False
-    varies: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    varies: Mapping[str, tuple[Any, ...] | Callable[[Values], tuple[Any, ...]]] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
     example: Callable[..., dict[str, Any]] | None = field(default=None, compare=False)
 

@@ -12,7 +12,9 @@ Exit code 0: all bits are equal, nothing hung. 1: a case differs, hangs or fails
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
+import contextlib
 import inspect
 import itertools
 import json
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
 Outputs = dict[str, "torch.Tensor"]
+Tasks = collections.deque[tuple[int, str]]  # numbers and lines that no process has taken yet
 
 LINES = Path(__file__).with_suffix(".txt")
 SEED = 7
@@ -182,50 +185,50 @@ class Child:
         self.words = [sys.executable, __file__, "--serve", f"--repeats={repeats}", f"--device={args.device}"]
         self.kernels: set[str] = set()
 
-    def run(self, lines: dict[int, str]) -> list[Outcome]:
+    def run(self, tasks: Tasks) -> list[Outcome]:
+        """Takes lines, which others may take too, until none is left."""
         found: list[Outcome] = []
-        left = dict(lines)
-        while left:  # a hang or a lost context ends a process; the rest gets another one
-            before = len(left)
-            for outcome in self._process(left):
-                found.append(outcome)
-                left.pop(outcome.line)
-            assert len(left) < before
+        while tasks:  # a hang or a lost context ends a process; the rest gets another one
+            found += self._process(tasks)
         return found
 
-    def _process(self, lines: dict[int, str]) -> Iterator[Outcome]:
+    def _process(self, tasks: Tasks) -> Iterator[Outcome]:
         with subprocess.Popen(
             self.words, env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process:
-            assert process.stdin
-            assert process.stdout
-            process.stdin.write("".join(json.dumps(task) + "\n" for task in lines.items()))
-            process.stdin.close()
-            waiting = list(lines)
-            with selectors.DefaultSelector() as ready:
-                ready.register(process.stdout, selectors.EVENT_READ)
-                while True:
-                    text = process.stdout.readline() if ready.select(self.limit) else None
-                    if text is None:
-                        process.kill()
-                        yield Outcome(waiting[0], failure=f"no answer within {self.limit:g} s: it hangs")
-                        return
-                    if not text:
-                        if waiting:
-                            yield Outcome(waiting[0], failure=f"the process ended with code {process.wait()}")
-                        return
-                    answer = json.loads(text)
-                    if "kernels" in answer:
-                        self.kernels |= set(answer["kernels"])
-                        continue
-                    waiting.remove(answer["line"])
-                    outcome = Outcome(answer["line"], tuple(answer.get("sums", ())), answer.get("failure", ""))
-                    what = outcome.failure or f"{len(set(outcome.sums))} result of {len(outcome.sums)} runs"
-                    print(f"{self.environment['FI_DELAYS'] or 'plain'}: {lines[outcome.line]}: {what}", file=sys.stderr)
-                    yield outcome
-                    if outcome.failure and "CUDA" in outcome.failure:  # the context is lost
-                        process.kill()
-                        return
+            while True:
+                try:
+                    number, line = tasks.popleft()
+                except IndexError:
+                    break
+                outcome = self._answer(process, number, line)
+                what = outcome.failure or f"{len(set(outcome.sums))} result of {len(outcome.sums)} runs"
+                print(f"{self.environment['FI_DELAYS'] or 'plain'}: {line}: {what}", file=sys.stderr)
+                yield outcome
+                if process.poll() is not None:
+                    return
+                if outcome.failure and "CUDA" in outcome.failure:  # the context is lost
+                    process.kill()
+                    return
+            kernels, _ = process.communicate()
+            self.kernels |= set(json.loads(kernels)["kernels"])
+
+    def _answer(self, process: subprocess.Popen[str], number: int, line: str) -> Outcome:
+        """What the process finds for a line; a process that gives no answer is ended."""
+        assert process.stdin
+        assert process.stdout
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps((number, line)) + "\n")
+            process.stdin.flush()
+        with selectors.DefaultSelector() as ready:
+            ready.register(process.stdout, selectors.EVENT_READ)
+            text = process.stdout.readline() if ready.select(self.limit) else None
+        if not text:
+            process.kill()
+            why = f"no answer within {self.limit:g} s: it hangs" if text is None else "the process ended with code "
+            return Outcome(number, failure=why + ("" if text is None else str(process.wait())))
+        answer = json.loads(text)
+        return Outcome(number, tuple(answer.get("sums", ())), answer.get("failure", ""))
 
 
 def judged(reference: Outcome, delayed: Outcome) -> str:
@@ -271,17 +274,18 @@ def compared(args: Namespace) -> int:
     groups = ["", *args.groups]
     each = max(1, args.jobs // len(groups))  # processes of a group
     start = time.monotonic()
+    tasks = {group: Tasks(lines.items()) for group in groups}
+    for n, group in enumerate(groups):  # groups share host modules, so each begins to compile another one
+        tasks[group].rotate(-n * len(lines) // len(groups))
 
-    def share(group: str, part: int) -> tuple[str, list[Outcome], set[str]]:
+    def share(group: str) -> tuple[str, list[Outcome], set[str]]:
         child = Child(group, args)
-        return group, child.run(dict(list(lines.items())[part::each])), child.kernels
+        return group, child.run(tasks[group]), child.kernels
 
     found: dict[str, dict[int, Outcome]] = {group: {} for group in groups}
     kernels: set[str] = set()
     with concurrent.futures.ThreadPoolExecutor(len(groups) * each) as pool:
-        for group, outcomes, loaded in pool.map(
-            share, *zip(*((g, p) for g in groups for p in range(each)), strict=True)
-        ):
+        for group, outcomes, loaded in pool.map(share, groups * each):
             found[group] |= {outcome.line: outcome for outcome in outcomes}
             kernels |= loaded
     return report(args, lines, found, kernels, time.monotonic() - start)
@@ -293,7 +297,7 @@ def planted(args: Namespace) -> int:
     from planted import ERRORS
 
     lines = {error.line: n for n, error in enumerate(ERRORS)}
-    plain = {o.line: o for o in Child("", args).run({n: line for line, n in lines.items()})}
+    plain = {o.line: o for o in Child("", args).run(Tasks((n, line) for line, n in lines.items()))}
 
     def seen(error: Any) -> str:
         with tempfile.TemporaryDirectory(prefix="fi-planted-") as folder:
@@ -302,7 +306,7 @@ def planted(args: Namespace) -> int:
             error.edit(copy / "include")
             found = []
             for group in error.groups:
-                (outcome,) = Child(group, args, Path(folder)).run({0: error.line})
+                (outcome,) = Child(group, args, Path(folder)).run(Tasks([(0, error.line)]))
                 if what := judged(plain[lines[error.line]], outcome):
                     found.append(f"{group}: {what}")
         return "; ".join(found)

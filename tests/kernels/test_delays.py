@@ -24,21 +24,7 @@ from planted import ERRORS
 
 COMMAND = Path(delays.__file__)
 # Units with mbarriers that no case runs, and why.
-NOT_RUN = {
-    "all_to_all_bulk_sm90_sm_90a": "it needs several ranks",
-    **{f"moe_experts_x_bf16_weight_u8_activation_SwigluBias_tokens_{n}_wgmma_sm90_sm_90a":
-       "activation Swiglu of the same kernel runs" for n in (8, 16, 32)},
-    **{f"moe_experts_x_bf16_weight_e4m3_activation_Swiglu_tokens_{n}_wgmma_sm90_sm_90a":
-       "a layer multiplies so many rows by `gemm`; tiles of 8 of the same kernel run" for n in (16, 32)},
-    **{f"gemm_a_f16_b_f16_out_f16_scales_rows_tiles_groups_b_major_{major}_tokens_{unit}_sm_90a":
-       "bf16 of the same kernel runs"
-       for major, unit in (("k", "0_wgmma_sm90"), ("n", "0_wgmma_sm90"),
-                           *(("k", f"{n}_wgmma_small_m_sm90") for n in (8, 16, 32, 64)))},
-    **{f"gemm_a_bf16_b_bf16_out_f16_scales_rows_tiles_batched_b_major_k_tokens_{unit}_sm_90a":
-       "with bf16 results it runs" for unit in ("0_wgmma_sm90", "64_wgmma_small_m_sm90")},
-    **{f"gemm_fp4_out_f16_block_{block}_tokens_{tokens}_mma_sm90_sm_90a": "with bf16 results it runs"
-       for block in (16, 32) for tokens in (8, 16)},
-}  # fmt: skip
+NOT_RUN = {"all_to_all_bulk_sm90_sm_90a": "it needs several ranks"}
 
 
 def test_every_case_can_be_read() -> None:

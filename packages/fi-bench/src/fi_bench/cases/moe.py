@@ -69,6 +69,7 @@ def _make_cutlass(p: Namespace, device: Any, generator: Any) -> Inputs:
     kind = p.cutlass_variant
     layer = moe_layer.layer(p, kind, device, generator, tokens_kind="fp8" if kind == "fp8" else "base")
     x = Inputs(layer, ids=ids.int(), weights=weights, ep_size=p.ep_size, ep_rank=p.ep_rank)
+    x["constants"] = moe_layer.constants(p, device)
     return Inputs(x, quant_scales=_quant_scales(x))
 
 
@@ -104,6 +105,7 @@ def _call_cutlass(f: Callable[..., Any], x: Inputs) -> Any:
         output=x.output,
         use_deepseek_fp8_block_scale=x.kind == "fp8_block_scale",
         use_w4_group_scaling=x.kind == "mxfp4",
+        **dict(zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), x.constants)),
     )
     return returned[0] if isinstance(returned, (list, tuple)) else returned  # FlashInfer returns a list
 
@@ -123,7 +125,7 @@ def _unsupported_cutlass(backend: str, p: Namespace) -> str | None:
         return (
             "cutlass_fused_moe takes --ep_size and --ep_rank instead of --local_expert_offset and --local_num_experts"
         )
-    return moe_layer.unsupported_layer(p, p.cutlass_variant)
+    return moe_layer.unsupported_layer(p, p.cutlass_variant, ("Swiglu", "SwigluBias"))
 
 
 CASES = (

@@ -191,12 +191,25 @@ def layer(p: Namespace, kind: str, device: Any, generator: Any, tokens_kind: str
     }
 
 
-def _activated(h: torch.Tensor) -> torch.Tensor:
-    """Of the linear projections, then the gates."""
+def constants(p: Namespace, device: Any) -> tuple[torch.Tensor, ...]:
+    """alpha, beta and limit of SwigluBias for each expert of this rank, as gpt-oss has them; none of Swiglu."""
+    import torch
+
+    values = (1.702, 1.0, 7.0) if p.activation_type.lower() == "swiglubias" else ()
+    return tuple(torch.full((local_experts(p)[1],), value, device=device) for value in values)
+
+
+def _activated(h: torch.Tensor, x: Inputs) -> torch.Tensor:
+    """Of the linear projections, then the gates. The constants are the same for all experts."""
     import torch
 
     linear, gate = h.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * linear
+    if not x.get("constants"):
+        return torch.nn.functional.silu(gate) * linear
+    alpha, beta, limit = (values[0].to(h.dtype) for values in x.constants)
+    gate, linear = gate.minimum(limit), linear.minimum(limit).maximum(-limit)
+    activated: torch.Tensor = gate * (alpha * gate).sigmoid() * (linear + beta)
+    return activated
 
 
 def _tokens(x: Inputs, dtype: torch.dtype) -> torch.Tensor:
@@ -220,7 +233,7 @@ def reference(x: Inputs) -> Outputs:
                 for w, s in zip((x.up, x.down), x.scales or (None, None), strict=True)
             )
             share = weights[token, slot, None]
-            h = _rounded(_activated((tokens[token] * share if on_input else tokens[token]) @ up.T), x.kind)
+            h = _rounded(_activated((tokens[token] * share if on_input else tokens[token]) @ up.T, x), x.kind)
             out.index_add_(0, token, h @ down.T if on_input else h @ down.T * share)
     return {"output": out}
 
@@ -244,7 +257,7 @@ def torch_layer(x: Inputs) -> torch.Tensor:
     rows = _tokens(x, torch.float32 if x.input_scale is not None else dtype).to(dtype)[order // ids.shape[1]]
     if on_input:
         rows = (rows.float() * weights.flatten()[order, None]).to(dtype)
-    h = _rounded(_activated(grouped_mm(rows, up.mT, offs=ends)), x.kind)
+    h = _rounded(_activated(grouped_mm(rows, up.mT, offs=ends), x), x.kind)
     y = torch.empty_like(rows)
     y[order] = grouped_mm(h, down.mT, offs=ends)
     y = y.masked_fill((local == experts)[:, None], 0).view(*ids.shape, -1)
@@ -274,7 +287,7 @@ def unsupported_routing(_: str, p: Namespace) -> str | None:
     return None
 
 
-def unsupported_layer(p: Namespace, kind: str) -> str | None:
+def unsupported_layer(p: Namespace, kind: str, activations: tuple[str, ...] = ("Swiglu",)) -> str | None:
     multiple = _MULTIPLES.get(kind, 8)
     if p.hidden_size % multiple or p.intermediate_size % multiple:
         return (
@@ -289,8 +302,8 @@ def unsupported_layer(p: Namespace, kind: str) -> str | None:
         return f"--top_k must be at most --num_experts, got {p.top_k}"
     if p.tp_size != 1:
         return "the case has no --tp_size: give the rank's --intermediate_size"
-    if p.activation_type.lower() != "swiglu":
-        return f"the case has --activation_type Swiglu only, got {p.activation_type}"
+    if p.activation_type.lower() not in map(str.lower, activations):
+        return f"--activation_type must be {' or '.join(activations)}, got {p.activation_type}"
     if p.input_dtype not in ("bfloat16", "float16"):
         return f"--input_dtype must be bfloat16 or float16, got {p.input_dtype}"
     return None

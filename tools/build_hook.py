@@ -91,7 +91,7 @@ def _component(requirement: str, **more: Any) -> dict[str, Any]:
 
 
 def _binaries(index: dict[str, Any], folder: str) -> list[dict[str, Any]]:
-    """The shipped files, and the compilers that made them."""
+    """The shipped files, those within archives as their components, and the compilers that made them."""
     found: list[dict[str, Any]] = []
     for name, made_by in sorted(index["compilers"].items()):
         digests = [{"name": f"sha256:{file}", "value": digest} for file, digest in sorted(made_by["files"].items())]
@@ -99,17 +99,27 @@ def _binaries(index: dict[str, Any], folder: str) -> list[dict[str, Any]]:
             "type": "application", "bom-ref": f"tool:{name}", "name": made_by["name"], "version": made_by["version"],
             "scope": "excluded", "properties": digests,
         })  # fmt: skip
-    for entry in sorted(index["artifacts"].values(), key=lambda e: str(e["file"])):
+    files: dict[str, dict[str, Any]] = {}
+    for name, entry in sorted(index["artifacts"].items(), key=lambda item: (str(item[1]["file"]), item[1]["span"])):
         properties = {
             "fi:closure": entry["closure"],
             "fi:flags": " ".join(entry["flags"]),
             "fi:compiler": entry["compiler"],
         }
-        found.append({
-            "type": "file", "bom-ref": f"file:{entry['file']}", "name": f"{folder}/{entry['file']}",
+        said = {"properties": [{"name": name, "value": value} for name, value in properties.items()]}
+        file, binary = str(entry["file"]), name.rpartition("/")[2]
+        whole = files.setdefault(file, {
+            "type": "file", "bom-ref": f"file:{file}", "name": f"{folder}/{file}",
             "hashes": [{"alg": "SHA-256", "content": entry["sha256"]}],
-            "properties": [{"name": name, "value": value} for name, value in properties.items()],
         })  # fmt: skip
+        if entry["span"] is None:
+            whole.update(said)
+            continue
+        whole.setdefault("components", []).append({
+            "type": "file", "bom-ref": f"file:{file}/{binary}", "name": binary,
+            "hashes": [{"alg": "SHA-256", "content": entry["unpacked_sha256"]}], **said,
+        })  # fmt: skip
+    found += files.values()
     return found
 
 

@@ -60,7 +60,7 @@ def contents(path: Path) -> dict[str, bytes]:
     for name, content in entries(path).items():
         if name.endswith("/RECORD"):
             continue
-        if name.endswith(".cubin.xz"):
+        if name.endswith(".xz"):
             content = lzma.decompress(content)
         elif name.endswith("/data/index.json"):
             index = json.loads(content)

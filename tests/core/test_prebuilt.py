@@ -59,7 +59,7 @@ def test_the_resolver_uses_the_built_files(tmp_path: Path, monkeypatch: pytest.M
     wanted = aot.artifacts(("cuda", "cubin"))
     files = aot.build(tmp_path, ("cuda", "cubin"))
     assert sorted(path.relative_to(tmp_path).as_posix() for path in files) == [
-        "sm_90a/get_seq_lens_cuda_sm_90a.cubin.xz",
+        "sm_90a/get_seq_lens-0.xz",
         f"{CPU}/get_seq_lens_cuda.so",
     ]
     loaded = provider.load_provider("here", tmp_path)
@@ -97,13 +97,66 @@ def test_the_store_serves_a_build_that_asks_for_it(
 
     store.in_first_root(lambda root: store.publish(root, compiler.key(image), fill))
     compiled = {path.name: path.read_bytes() for path in aot.build(tmp_path / "compiled", ("cuda", "cubin"))}
-    assert lzma.decompress(compiled[f"{image.file}.xz"]).startswith(b"\x7fELF")
+    assert lzma.decompress(compiled["get_seq_lens-0.xz"]).startswith(b"\x7fELF")
     assert store.peek(compiler.key(module)) is None
     monkeypatch.setenv("FI_AOT_STORE", "1")
     taken = {path.name: path.read_bytes() for path in aot.build(tmp_path / "taken", ("cuda", "cubin"))}
-    assert taken == {f"{image.file}.xz": packed(b"from the store"), module.file: compiled[module.file]}
+    assert taken == {"get_seq_lens-0.xz": packed(b"from the store"), module.file: compiled[module.file]}
     folder = store.peek(compiler.key(module))
     assert folder and (folder / module.file).read_bytes() == compiled[module.file]
+
+
+def test_binaries_of_an_op_share_archives(
+    fresh: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of at most so many bytes, unless one is larger; each is found in its part, and damage keeps back a whole file."""
+    op = ops()["rmsnorm"]
+    monkeypatch.setattr(aot, "ops", lambda: {op.name: op})
+    monkeypatch.setattr(aot, "ARCHIVE", 100)
+    monkeypatch.setenv("FI_CUDA_ARCH_LIST", "9.0a")
+    monkeypatch.setenv("FI_AOT_STORE", "1")
+    few = dict([*aot.grid(("cubin",)).items()][:4])
+    monkeypatch.setattr(aot, "grid", lambda kinds, keep: few)
+    images = [*few]
+    contents = {image: bytes([n]) * size for n, (image, size) in enumerate(zip(images, (40, 60, 1, 200)))}
+    for image in images:
+        store.in_first_root(
+            lambda root, of=image: store.publish(  # type: ignore[misc]
+                root, compiler.key(of), lambda folder: (folder / of.file).write_bytes(contents[of])
+            )
+        )
+    files = aot.build(tmp_path, ("cubin",))
+    assert [lzma.decompress(path.read_bytes()) for path in files] == [
+        contents[images[0]] + contents[images[1]], contents[images[2]], contents[images[3]]
+    ]  # fmt: skip
+    monkeypatch.setattr("fi_core.runtime.resolve.providers", lambda: (provider.load_provider("here", tmp_path),))
+    assert [next(prebuilt(image)).content() for image in images] == [*contents.values()]
+    damaged = bytearray(files[0].read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    files[0].write_bytes(damaged)
+    assert [len(list(prebuilt(image))) for image in images] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("span", [[0, 999], [-1, 5], [5, 2], [0], "0:5", [0, 1.0], [False, True]])
+def test_a_span_is_data(span: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies outside of the file, or is no span, is a miss with its reason."""
+    op = ops()["get_seq_lens"]
+    monkeypatch.setattr(aot, "ops", lambda: {op.name: op})
+    monkeypatch.setenv("FI_CUDA_ARCH_LIST", "9.0a")
+    monkeypatch.setenv("FI_AOT_STORE", "1")
+    aot.build(tmp_path, ("cubin",))
+    index = json.loads((tmp_path / "index.json").read_text())
+    (entry,) = index["artifacts"].values()
+    entry["span"] = [0, 1 << 30] if span == [0, 999] else span
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    (image,) = aot.artifacts(("cubin",))
+    found, why = provider.load_provider("here", tmp_path).find(image)
+    if found is None:
+        assert why == f"its index says nothing usable of {image.id}"
+        return
+    monkeypatch.setattr("fi_core.runtime.resolve.providers", lambda: (provider.load_provider("here", tmp_path),))
+    with pytest.raises(OSError, match=r"it holds \d+ bytes, not 1073741824"):
+        next(prebuilt(image)).content()
 
 
 def test_sanitized_and_shipped_modules_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ MISFITS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no file": (lambda d: (d / image().file).unlink(), "scale_n_1_cuda_sm_80.cubin: .*No such file"),
     "no such target": (drop_entry, "has no scale_n_1_cuda_sm_80"),
     "other version": (head_change(version="0.0.1"), "its version 0.0.1 is not that of fi-core.*pip install"),
-    "other abi": (head_change(abi="tvm-ffi-9"), "built for tvm-ffi-9 schema 2, this is tvm-ffi-0.1 schema 2"),
+    "other abi": (head_change(abi="tvm-ffi-9"), "built for tvm-ffi-9 schema 3, this is tvm-ffi-0.1 schema 3"),
     "other schema": (head_change(schema=99), "built for tvm-ffi-0.1 schema 99"),
     "entry without fields": (replace_entry({}), "its index says nothing usable of cubin/sm_80"),
     "entry of another shape": (replace_entry(["file"]), "its index says nothing usable of cubin/sm_80"),

@@ -21,7 +21,8 @@ from fi_core.runtime.build import compiler, sources
 from fi_core.runtime.resolve import provider
 
 OP = "get_seq_lens"
-IMAGE = f"sm_90a/{OP}_cuda_sm_90a.cubin.xz"
+FILE = f"sm_90a/{OP}-0.xz"
+IMAGE = f"{FILE}/{OP}_cuda_sm_90a"
 
 
 def write_record(site: Path) -> None:
@@ -96,25 +97,25 @@ def test_a_sound_set_is_accepted(site: Path, cli: Cli) -> None:
 
 def test_a_changed_byte(site: Path, cli: Cli) -> None:
     """Against RECORD and against the index; the text names file, problem, expected and found."""
-    flip(site / "fi_cubin" / "data" / IMAGE)
-    assert problems(cli) == [("record", f"fi_cubin/data/{IMAGE}"), ("digest", IMAGE)]
+    flip(site / "fi_cubin" / "data" / FILE)
+    assert problems(cli) == [("record", f"fi_cubin/data/{FILE}"), ("digest", FILE)]
     line = next(line for line in cli("verify", code=1).splitlines() if " digest " in line)
-    assert line.startswith(f"fi-cubin {IMAGE} digest expected ") and " found " in line
+    assert line.startswith(f"fi-cubin {FILE} digest expected ") and " found " in line
 
 
 def test_an_index_forged_with_its_file(site: Path, cli: Cli) -> None:
     """The digests of the index fit the other file: RECORD does not, and a rebuild does not where RECORD does."""
-    path = site / "fi_cubin" / "data" / IMAGE
+    path = site / "fi_cubin" / "data" / FILE
     other = aot.packed(b"another binary")
 
     def forge(index: dict[str, Any]) -> None:
         unpacked = hashlib.sha256(b"another binary").hexdigest()
         digest = hashlib.sha256(other).hexdigest()
-        entry(index).update(sha256=digest, size=len(other), unpacked_sha256=unpacked)
+        entry(index).update(sha256=digest, size=len(other), span=[0, 14], unpacked_sha256=unpacked)
 
     path.write_bytes(other)
     edit(site, forge)
-    assert problems(cli) == [("record", "fi_cubin/data/index.json"), ("record", f"fi_cubin/data/{IMAGE}")]
+    assert problems(cli) == [("record", "fi_cubin/data/index.json"), ("record", f"fi_cubin/data/{FILE}")]
     write_record(site)
     assert problems(cli) == []
     assert problems(cli, "--deep") == [("compiler", IMAGE)] * 2, "it names neither a compiler nor a target"
@@ -133,12 +134,12 @@ def test_the_installed_sources_are_compared(site: Path, cli: Cli, monkeypatch: p
 
 
 def test_files_that_are_missing_or_listed_nowhere(site: Path, cli: Cli) -> None:
-    (site / "fi_cubin" / "data" / IMAGE).unlink()
+    (site / "fi_cubin" / "data" / FILE).unlink()
     (site / "fi_cubin" / "data" / "more.cubin").write_bytes(b"x")
     (site / "fi_cubin" / "helper.py").write_text("")
     assert sorted(problems(cli)) == [
-        ("missing", f"fi_cubin/data/{IMAGE}"),
-        ("missing", IMAGE),
+        ("missing", f"fi_cubin/data/{FILE}"),
+        ("missing", FILE),
         ("stray", "fi_cubin/data/more.cubin"),
         ("stray", "fi_cubin/helper.py"),
     ]

@@ -344,7 +344,7 @@ def test_a_prebuilt_image_of_an_older_target_serves(start: Start, tmp_path: Path
 def test_origins_say_who_compiled(start: Start, tmp_path: Path) -> None:
     for expected, devices in (("jit", "2"), ("store", "1")):  # another process
         origins = start(90, FI_CACHE_DIR=str(tmp_path), FI_MOCK_DEVICES=devices).bind("get_seq_lens", {})
-        assert {file: origin for file, (_, origin, _) in origins.items()} == {"host": expected, "cubin": expected}
+        assert {file: found[1] for file, found in origins.items()} == {"host": expected, "cubin": expected}
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,18 @@ def test_binaries_are_components(wheels: dict[str, Path]) -> None:
         files = {c["name"]: c for c in bill_of(wheels[name])["components"] if c["type"] == "file"}
         with zipfile.ZipFile(wheels[name]) as archive:
             shipped = {n: archive.read(n) for n in archive.namelist() if re.fullmatch(rf"{name}/data/[^/]+/[^/]+", n)}
+            index = json.loads(archive.read(f"{name}/data/index.json"))["artifacts"]
         assert set(files) == set(shipped)
+        inside = []
         for path, component in files.items():
             digest = hashlib.sha256(shipped[path]).hexdigest()
             assert component["hashes"] == [{"alg": "SHA-256", "content": digest}]
+            inside += component.get("components", [component])
+        assert len(inside) == len(index)
+        if name == "fi_cubin":  # whose files are archives
+            unpacked = {component["name"]: component["hashes"][0]["content"] for component in inside}
+            assert unpacked == {id.rpartition("/")[2]: entry["unpacked_sha256"] for id, entry in index.items()}
+        for component in inside:
             assert {p["name"] for p in component["properties"]} == {"fi:closure", "fi:flags", "fi:compiler"}
 
 

@@ -109,7 +109,7 @@ def forge(here: Site, package: str, artifact: str, content: bytes) -> None:
     index = json.loads((data / "index.json").read_text())
     (key,) = (key for key in index["artifacts"] if key.endswith(f"/{artifact}"))
     (data / index["artifacts"][key]["file"]).write_bytes(content)
-    index["artifacts"][key]["sha256"] = hashlib.sha256(content).hexdigest()
+    index["artifacts"][key].update(sha256=hashlib.sha256(content).hexdigest(), span=None)
     (data / "index.json").write_text(json.dumps(index))
 
 

@@ -35,6 +35,10 @@ from fi_core.runtime.spec.op import Op, Spec
 from fi_core.runtime.spec.target import CPU, PREBUILT_ARCHS, Target
 
 KINDS = ("cpu", "cuda", "cubin")
+# Bytes of the device binaries in an archive, unless one is larger: those of an op resemble each other. MB of the 296 of
+# sm_90a, 34.6 unpacked, and ms to unpack a file, on average and at most, on a busy core: alone 5.9, in archives of
+# 512 KB 4.7, 5, 21, of 1 MB 4.2, 6, 25, of 2 MB 3.7, 8, 44, of a whole op 2.8, 13, 168.
+ARCHIVE = 1 << 20
 NOWHERE: Mapping[str, str | None] = {"commit": None, "tree": None}  # of a git repository; None: a tree with changes
 
 
@@ -158,42 +162,69 @@ def _stored(wanted: Sequence[Artifact], progress: bool) -> dict[Artifact, Path]:
 def _write(
     directory: Path, wanted: Mapping[Artifact, Spec], compiled: Mapping[Artifact, Path], origin: Mapping[str, Any]
 ) -> list[Path]:
-    """Writes the files and their index. Device binaries are packed; host modules are not, since the dynamic loader
-    takes files.
-    """
+    """Writes the files and their index."""
+    contents = {artifact: compiled[artifact].read_bytes() for artifact in wanted}
+    places = _places(wanted, contents)
 
-    def shipped(artifact: Artifact) -> tuple[bytes, str, record.Note]:
-        content = compiled[artifact].read_bytes()
-        content_packed = packed(content) if artifact.kind == "cubin" else content
-        return content_packed, hashlib.sha256(content).hexdigest(), record.note(content)
+    def shipped(file: str) -> bytes:
+        content = b"".join(contents[artifact] for artifact in places[file])
+        return packed(content) if file.endswith(PACKED) else content
 
     written: list[Path] = []
-    index: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     compilers: dict[str, dict[str, Any]] = {}
     with concurrent.futures.ThreadPoolExecutor(limit()) as threads:
-        for artifact, (content, unpacked, note) in zip(wanted, threads.map(shipped, wanted)):
-            path = directory / str(artifact.target) / (artifact.file + (PACKED if artifact.kind == "cubin" else ""))
+        for file, content in zip(places, threads.map(shipped, places)):
+            path = directory / file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
             written.append(path)
-            made_by = record.of_compiler(artifact)
-            name = f"{made_by['name']} {note.version}"
-            compilers[name] = {"version": note.version, **made_by}
-            index[artifact.id] = {
-                "file": path.relative_to(directory).as_posix(),
-                "size": len(content),
-                "sha256": hashlib.sha256(content).hexdigest(),
-                "unpacked_sha256": unpacked,
-                "closure": sources.closure(artifact),
-                "flags": list(compiler.flags(artifact, shipped=True)),
-                "compiler": name,
-                **_declaration(artifact, wanted[artifact]),
-            }
+            end = 0
+            for artifact in places[file]:
+                own = contents[artifact]
+                begin, end = end, end + len(own)
+                made_by, version = record.of_compiler(artifact), record.note(own).version
+                name = f"{made_by['name']} {version}"
+                compilers[name] = {"version": version, **made_by}
+                entries[artifact.id] = {
+                    "file": file,
+                    "size": len(content),
+                    "sha256": hashlib.sha256(content).hexdigest(),
+                    "span": [begin, end] if file.endswith(PACKED) else None,
+                    "unpacked_sha256": hashlib.sha256(own).hexdigest(),
+                    "closure": sources.closure(artifact),
+                    "flags": list(compiler.flags(artifact, shipped=True)),
+                    "compiler": name,
+                    **_declaration(artifact, wanted[artifact]),
+                }
     head = {"version": fi_core.__version__, "schema": provider.SCHEMA, "abi": compiler.FFI_ABI, **origin}
+    index = {artifact.id: entries[artifact.id] for artifact in wanted}
     text = json.dumps(head | {"compilers": compilers, "artifacts": index}, indent=1)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "index.json").write_text(text + "\n")
     return written
+
+
+def _places(wanted: Mapping[Artifact, Spec], contents: Mapping[Artifact, bytes]) -> dict[str, list[Artifact]]:
+    """The files, each with the artifacts whose contents lie in it one behind the other.
+
+    Device binaries of an op and target share archives; host modules do not, since the dynamic loader takes files.
+    """
+    found: dict[str, list[Artifact]] = {}
+    sizes: dict[str, int] = {}
+    numbers: dict[str, int] = {}  # of the last archive of an op and target
+    for artifact, spec in wanted.items():
+        if artifact.kind != "cubin":
+            found[f"{artifact.target}/{artifact.file}"] = [artifact]
+            continue
+        archives = f"{artifact.target}/{spec.op.name}"
+        number, size = numbers.get(archives, 0), len(contents[artifact])
+        if 0 < sizes.get(f"{archives}-{number}", 0) > ARCHIVE - size:
+            number += 1
+        name = f"{archives}-{number}"
+        numbers[archives], sizes[name] = number, sizes.get(name, 0) + size
+        found.setdefault(name + PACKED, []).append(artifact)
+    return found
 
 
 def _declaration(artifact: Artifact, spec: Spec) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from fi_core import aot
 from fi_core.runtime import files
 from fi_core.runtime.build import compiler, record, sources
 from fi_core.runtime.resolve import store
-from fi_core.runtime.resolve.provider import EMPTY, Provider, providers
+from fi_core.runtime.resolve.provider import EMPTY, Provider, providers, span_of
 
 DISTRIBUTIONS = ("fi-core", "fi-kernels", "fi-jit-cache", "fi-cubin", "fi-bench")
 INDEX = "index.json"
@@ -27,7 +27,7 @@ INDEX = "index.json"
 
 class Problem(NamedTuple):
     """`problem`: missing, digest (bytes differ from the index), record (from RECORD), source, flags, compiler, stray (a
-    file that nothing lists) or version.
+    file that nothing lists) or version. `file`: of an artifact in an archive, that and its name.
     """
 
     package: str
@@ -133,21 +133,45 @@ def _binaries(provider: Provider, deep: bool) -> Iterator[Problem]:
         return
     compilers = _index(provider).get("compilers")
     listed = {INDEX}
+    compared: dict[tuple[str, object, object], list[tuple[str, object, object]]] = {}
     for name, entry in provider.artifacts.items():
         entry = entry if isinstance(entry, dict) else {}
         file = str(entry.get("file", name))
         listed.add(file)
-        for problem, expected, found in _binary(provider.directory / file, name, entry, compilers, deep):
-            yield Problem(provider.name, file, problem, str(expected), str(found))
+        claim = file, entry.get("sha256"), entry.get("size")
+        if claim not in compared:
+            compared[claim] = list(_file(provider.directory / file, *claim[1:]))
+            for problem in compared[claim]:
+                yield Problem(provider.name, file, problem[0], *map(str, problem[1:]))
+        for problem in _artifact(provider.directory / file, name, entry, compilers, deep and not compared[claim]):
+            yield Problem(provider.name, _label(name, entry), problem[0], *map(str, problem[1:]))
     for place in sorted(provider.directory.rglob("*")):
         if place.is_file() and place.relative_to(provider.directory).as_posix() not in listed:
             yield Problem(provider.name, place.relative_to(provider.directory).as_posix(), "stray", "no file", "a file")
 
 
-def _binary(
+def _label(name: str, entry: Mapping[str, Any]) -> str:
+    """The file of an artifact, and its name where the file holds several."""
+    file = str(entry.get("file", name))
+    return f"{file}/{name.rpartition('/')[2]}" if entry.get("span") else file
+
+
+def _file(path: Path, sha256: object, size: object) -> Iterator[tuple[str, object, object]]:
+    """(problem, expected, found) of a file."""
+    try:
+        content = files.content(path)
+    except (OSError, ValueError) as error:  # ValueError: its name holds a zero byte
+        yield "missing", "a file", getattr(error, "strerror", error)
+        return
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != sha256 or len(content) != size:
+        yield "digest", f"{sha256} {size}", f"{digest} {len(content)}"
+
+
+def _artifact(
     path: Path, name: str, entry: Mapping[str, Any], compilers: Any, deep: bool
 ) -> Iterator[tuple[str, object, object]]:
-    """(problem, expected, found) of one file."""
+    """(problem, expected, found) of an artifact."""
     artifact = aot.declared(name, entry)
     if artifact is None:
         yield "source", "an artifact of an op", f"{name}, which no op declares"
@@ -161,27 +185,20 @@ def _binary(
     if not isinstance(made_by, dict):
         yield "compiler", "a compiler of the index", entry.get("compiler")
         made_by = {}
-    try:
-        content = files.content(path)
-    except (OSError, ValueError) as error:  # ValueError: its name holds a zero byte
-        yield "missing", "a file", getattr(error, "strerror", error)
+    if not deep:
         return
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != entry.get("sha256") or len(content) != entry.get("size"):
-        yield "digest", f"{entry.get('sha256')} {entry.get('size')}", f"{digest} {len(content)}"
-    elif deep:
-        try:
-            unpacked = files.unpacked(path, content)
-        except OSError as error:
-            yield "digest", "a file that can be unpacked", error.strerror
-            return
-        digest, note = hashlib.sha256(unpacked).hexdigest(), record.note(unpacked)
-        if digest != entry.get("unpacked_sha256"):
-            yield "digest", entry.get("unpacked_sha256"), digest
-        if note.version != made_by.get("version"):
-            yield "compiler", made_by.get("version"), note.version
-        if artifact and note.target != str(artifact.target):
-            yield "compiler", artifact.target, note.target
+    try:
+        unpacked = files.unpacked(path, files.content(path), span_of(entry))
+    except (OSError, ValueError) as error:
+        yield "digest", "a file that can be unpacked", getattr(error, "strerror", error)
+        return
+    digest, note = hashlib.sha256(unpacked).hexdigest(), record.note(unpacked)
+    if digest != entry.get("unpacked_sha256"):
+        yield "digest", entry.get("unpacked_sha256"), digest
+    if note.version != made_by.get("version"):
+        yield "compiler", made_by.get("version"), note.version
+    if artifact and note.target != str(artifact.target):
+        yield "compiler", artifact.target, note.target
 
 
 def rebuild(checked: list[Checked], count: int, seed: int) -> None:
@@ -210,4 +227,5 @@ def rebuild(checked: list[Checked], count: int, seed: int) -> None:
             problem, expected = "digest", entry.get("unpacked_sha256")
         else:
             problem, expected, digest = "compiler", theirs.get("identity"), ours["identity"]
-        by_name[provider.name].problems.append(Problem(provider.name, entry["file"], problem, str(expected), digest))
+        label = _label(name, entry)
+        by_name[provider.name].problems.append(Problem(provider.name, label, problem, str(expected), digest))

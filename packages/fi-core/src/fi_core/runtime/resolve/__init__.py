@@ -29,11 +29,14 @@ _serving = threading.Event()
 
 
 class Found(NamedTuple):
-    """A file, its origin (a provider's name, "store" or "jit") and the sha256 that it must have when it is opened."""
+    """A file, its origin (a provider's name, "store" or "jit"), the sha256 that it must have when it is opened, and the
+    part of its content that is the artifact; None: all of it.
+    """
 
     path: Path
     origin: str
     digest: str
+    span: tuple[int, int] | None = None
 
     def opened(self) -> IO[bytes]:
         """The verified file. Raises OSError if it is gone or differs."""
@@ -42,7 +45,7 @@ class Found(NamedTuple):
     def content(self) -> bytes:
         """The bytes of the artifact, unpacked. Raises OSError if the file is gone, differs or cannot be unpacked."""
         with self.opened() as file:
-            return files.unpacked(self.path, file.read())
+            return files.unpacked(self.path, file.read(), self.span)
 
 
 def alternatives(artifact: Artifact) -> tuple[Artifact, ...]:
@@ -76,7 +79,8 @@ def answers(artifact: Artifact) -> Iterator[Answer]:
         for provider in providers():
             file, why = provider.find(choice)
             if file or why:
-                yield Answer(provider, Found(file.path, provider.name, file.digest) if file else None, why)
+                found = Found(file.path, provider.name, file.digest, file.span) if file else None
+                yield Answer(provider, found, why)
     for provider in providers():
         if provider.holds(artifact.kind) and not any(choice.id in provider.artifacts for choice in choices):
             yield Answer(provider, None, f"{LACKS}{artifact.name}")

@@ -2,7 +2,8 @@
 
 A provider is a directory with `index.json`: {"version", "schema", "abi", "commit", "tree", "compilers", "artifacts"}.
 `compilers` maps ids to {"name", "version", "identity", "files": sha256 by name}. `artifacts` maps ids to {"file",
-"size", "sha256", "unpacked_sha256", "closure", "flags", "compiler", "op", "implementation", "axes"}.
+"size", "sha256", "span", "unpacked_sha256", "closure", "flags", "compiler", "op", "implementation", "axes"}; size and
+sha256 are of the file, span is where the artifact lies in what it unpacks to, null for the whole.
 What does not fit is a miss with one logged reason; it never raises and never breaks the import.
 """
 
@@ -13,6 +14,7 @@ import importlib.util
 import json
 import logging
 import os
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ from fi_core.runtime.build import compiler, diagnose, sources
 from fi_core.runtime.env import env
 from fi_core.runtime.spec.artifact import Artifact
 
-SCHEMA = 2  # of index.json
+SCHEMA = 3  # of index.json
 GROUP = "fi.artifacts"
 ENV_NAME = "FI_CUBIN_DIR"
 PACKAGES = ("fi_cubin", "fi_jit_cache")  # found by import in a plain checkout, where there are no entry points
@@ -31,10 +33,11 @@ EMPTY = "it holds no artifacts (a source checkout builds none)"
 
 
 class Prebuilt(NamedTuple):
-    """A file of a package, and its sha256."""
+    """A file of a package, its sha256, and the part of its content that is the artifact; None: all of it."""
 
     path: Path
     digest: str
+    span: tuple[int, int] | None
 
 
 class Provider(NamedTuple):
@@ -56,6 +59,10 @@ class Provider(NamedTuple):
         entry = self.artifacts[artifact.id]
         entry = entry if isinstance(entry, dict) else {}
         file, closure, digest = map(entry.get, ("file", "closure", "sha256"))
+        try:
+            span = span_of(entry)
+        except ValueError:
+            file = None
         if not (isinstance(file, str) and isinstance(digest, str)) or "\0" in file:
             return None, f"its index says nothing usable of {artifact.id}"
         if os.path.isabs(file) or ".." in file.split("/"):
@@ -69,7 +76,20 @@ class Provider(NamedTuple):
             files.verified(path, digest).close()
         except OSError as error:
             return None, f"{file}: {error.strerror}"
-        return Prebuilt(path, digest), ""
+        return Prebuilt(path, digest, span), ""
+
+
+def span_of(entry: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The span of an index entry. Raises ValueError if it is none."""
+    span = entry.get("span")
+    if span is None:
+        return None
+    if not (isinstance(span, list) and len(span) == 2 and all(type(at) is int for at in span)):
+        raise ValueError(f"a span is two numbers; got {span!r}")
+    begin, end = span
+    if not 0 <= begin <= end:
+        raise ValueError(f"a span is in order; got {span}")
+    return begin, end
 
 
 def note(provider: str, reason: str) -> None:

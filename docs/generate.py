@@ -323,7 +323,8 @@ TITLES = {
     "logits_processor": "Logits pipelines",
     "green_ctx": "Green contexts",
 }
-LIBRARY = ("registry", "ahead", "observe.trace", "autotuner")  # modules that compute nothing themselves
+# Modules that compute nothing themselves.
+LIBRARY = ("registry", "runtime.invariance", "ahead", "observe.trace", "autotuner")
 
 
 def families() -> list[str]:

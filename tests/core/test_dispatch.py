@@ -52,7 +52,7 @@ def choice(target: Target = HOPPER, backend: str = "auto", **values: Any) -> Cho
 def test_a_request_and_a_choice_are_values() -> None:
     request = Request.of(MIX, HOPPER, {"dim": 128})
     assert request == Request(MIX, HOPPER, (128, 16)) and hash(request) == hash(Request(MIX, HOPPER, (128, 16)))
-    assert request.facts() == {"device": "cuda", "capability": 90, "dim": 128, "page": 16}
+    assert request.facts() == {"device": "cuda", "capability": 90, "batch_invariant": False, "dim": 128, "page": 16}
     found = choose(request)
     assert (found.request, found.implementation, found.backend) == (request, "fast", "fa3")
     assert found.spec.axes == (("dim", 128),), "an axis is what device code is compiled for"
@@ -205,8 +205,8 @@ def test_a_host_module_makes_a_request_with_a_value_for_every_field(op: Op) -> N
         return
     given = bf16_call(op)
     values = (0 if argument.kind == "str" else given[argument.name] for argument in op.native)
-    place, backend, *words = map(int, host_module(op, "cpu")["request"](*values).split())
-    assert (place, backend) == (1 << 32, 0), "of the CPU, and no backend"
+    place, backend, invariant, *words = map(int, host_module(op, "cpu")["request"](*values).split())
+    assert (place, backend, invariant) == (1 << 32, 0, 0), "of the CPU, and no backend"
     assert len(words) == len(op.fields)
     for (name, field), word in zip(op.fields.items(), words):
         assert field.values is None or field.value(word) in field.values, f"{name}: {field.value(word)}"

@@ -60,6 +60,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cc", "CC", "gcc-12", "gcc-12"),
         ("cuda_home", "CUDA_HOME", "/cuda", Path("/cuda")),
         ("check", "FI_CHECK", "1", True),
+        ("batch_invariant", "FI_BATCH_INVARIANT", "1", True),
         ("allow_experimental_auto_backends", "FI_ALLOW_EXPERIMENTAL_AUTO_BACKENDS", "1", True),
         ("vllm_layers", "FI_VLLM_LAYERS", "1", True),
         ("autotune_cache_dir", "FI_AUTOTUNE_CACHE_DIR", "a", Path.cwd() / "a"),

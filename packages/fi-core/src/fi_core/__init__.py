@@ -25,6 +25,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "observe.trace": ("fi_trace",),
     "registry": ("loaded_kernels", "supports"),
     "ahead": ("prepare",),
+    "runtime.invariance": ("batch_invariant",),
     "decode": (
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",

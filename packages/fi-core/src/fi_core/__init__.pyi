@@ -187,6 +187,7 @@ from fi_core.rope import (
     apply_rope_with_cos_sin_cache_inplace,
     fused_qk_rmsnorm_rope,
 )
+from fi_core.runtime.invariance import batch_invariant
 from fi_core.sampling import (
     chain_speculative_sampling,
     min_p_sampling_from_probs,
@@ -251,6 +252,7 @@ __all__ = [
     "autotune",
     "autotune_v2",
     "autotune_v2_reload",
+    "batch_invariant",
     "block_scale_interleave",
     "bmm_bf16",
     "bmm_fp8",

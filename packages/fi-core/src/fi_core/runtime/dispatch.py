@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fi_core.runtime.errors import UnsupportedError
+from fi_core.runtime.invariance import is_on
 from fi_core.runtime.spec.op import Entry, Implementation, Op, Spec
 from fi_core.runtime.spec.target import Target
 
@@ -20,26 +21,33 @@ AUTO = "auto"
 
 
 class Request(NamedTuple):
-    """The request of a call to an op on a target: a value for each field, and the backend that the caller named."""
+    """The request of a call to an op on a target: a value for each field, the backend that the caller named, and
+    whether the bits of a row must depend on the row alone.
+    """
 
     op: Op
     target: Target
     values: tuple[Any, ...]
     backend: str = AUTO
+    batch_invariant: bool = False
 
     @classmethod
     def of(cls, op: Op, target: Target, given: Mapping[str, Any] | None = None, backend: str = AUTO) -> Request:
-        """A request with default values for the fields that are not given. Raises ValueError for an unknown field."""
-        return cls(op, target, tuple(op.values(given or {}).values()), backend)
+        """A request as of a call now, with default values for the fields that are not given. Raises ValueError for an
+        unknown field.
+        """
+        return cls(op, target, tuple(op.values(given or {}).values()), backend, is_on())
 
     def facts(self) -> dict[str, Any]:
         """The values by name, with those of the target."""
         named = dict(zip(self.op.fields, self.values))
-        return {"device": self.target.kind, "capability": self.target.capability, **named}
+        place = {"device": self.target.kind, "capability": self.target.capability}
+        return {**place, "batch_invariant": self.batch_invariant, **named}
 
     def __str__(self) -> str:
         words = [f"{name}={value}" for name, value in zip(self.op.fields, self.values)]
         words += [f"backend={self.backend}"] if self.backend != AUTO else []
+        words += ["batch_invariant"] if self.batch_invariant else []
         return f"{self.op.name}({', '.join(words)}) on {self.target}"
 
 

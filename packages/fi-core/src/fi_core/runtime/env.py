@@ -292,6 +292,9 @@ class Env:
         "for negated views in every call.",
         default_doc="on the CPU only",
     )
+    batch_invariant = Variable[bool](
+        BOOL, False, "import", "The bits of a row depend on the row alone in all calls: see fi_core.batch_invariant."
+    )
     allow_experimental_auto_backends = Variable[bool](
         BOOL, False, "call", 'Let backend="auto" choose implementations marked experimental.'
     )

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from fi_core.runtime.build import sources
+from fi_core.runtime.invariance import follow
 from fi_core.runtime.resolve import Found, aside, built, find, start
 from fi_core.runtime.resolve.checks import checks_contents
 from fi_core.runtime.resolve.provider import note
@@ -79,6 +80,7 @@ def load_module(found: Found) -> Any:
         load, keep = map(tvm_ffi.get_global_func, ("ffi.Module.load_from_file.so", "ffi.ModuleGlobalsAdd"))
         module = load(f"/proc/{os.getpid()}/fd/{number}", "so")
         keep(module)  # code in use is not unloaded when the process ends
+        follow(module)
         _modules[found.path] = module
     return _modules[found.path]
 

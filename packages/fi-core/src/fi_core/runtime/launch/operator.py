@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fi_core.runtime.dispatch import AUTO, Choice, Request, choose
+from fi_core.runtime.invariance import is_on
 from fi_core.runtime.launch import torch_op
 from fi_core.runtime.launch.kernel import Kernel, Launch, begin, bind, host_module, rehearse, rehearsed_module
 from fi_core.runtime.launch.reach import begin_reached
@@ -166,9 +167,9 @@ class Operator:
     def _request(self, found: str, device: Any) -> tuple[Request, list[int]]:
         """The request that a host module tells in words, and the words."""
         words = list(map(int, found.split()))
-        values = tuple(field.value(word) for field, word in zip(self.op.fields.values(), words[2:]))
+        values = tuple(field.value(word) for field, word in zip(self.op.fields.values(), words[3:]))
         named = self._forced or list(self._backends)[words[1]]
-        return Request(self.op, target_of(device), values, named), words
+        return Request(self.op, target_of(device), values, named, bool(words[2])), words
 
     def _kernel(self, choice: Choice, device: Any) -> Kernel:
         """The kernel of a choice, which is compiled and loaded if necessary."""
@@ -334,13 +335,13 @@ def planned(op: Op, device: Any, backend: str, *values: Any, ahead: bool = True)
         UnsupportedError: no implementation supports the values.
         ValueError: backend.
     """
-    return _planned(op, target_of(device), backend, values, ahead and not _rehearsals)
+    return _planned(op, target_of(device), backend, values, is_on(), ahead and not _rehearsals)
 
 
 @functools.lru_cache(maxsize=4096)
-def _planned(op: Op, target: Target, backend: str, values: tuple[Any, ...], ahead: bool) -> Choice:
+def _planned(op: Op, target: Target, backend: str, values: tuple[Any, ...], invariant: bool, ahead: bool) -> Choice:
     named = tuple(short_name(v) if type(v).__name__ == "dtype" else v for v in values)
-    choice = choose(Request(op, target, named, backend))
+    choice = choose(Request(op, target, named, backend, invariant))
     if ahead:
         begin(choice.spec)
     return choice
@@ -351,7 +352,7 @@ def composition(op: Op, device: Any, *values: Any) -> str:
 
     Cached: one look-up per call. Raises UnsupportedError if no implementation supports the values.
     """
-    choice = _planned(op, target_of(device), AUTO, values, False)
+    choice = _planned(op, target_of(device), AUTO, values, is_on(), False)
     if _rehearsals:
         _rehearsals[-1].calls.append((choice, ()))
     return choice.implementation

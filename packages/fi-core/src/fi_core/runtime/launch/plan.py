@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
+from fi_core.runtime.invariance import is_on
 from fi_core.runtime.launch import torch_op
 from fi_core.runtime.launch.kernel import begin_module
 from fi_core.runtime.launch.operator import Operator, operator_of, rehearsal
@@ -284,7 +285,7 @@ class _Plans:
         self.layers = set[Any]()  # whose kernels have begun to compile
         self.scope: dict[str, Any] = {"modes": self._begin, "records": None, "known": self.known, "make": self._make}
         self.scope |= {"recover": self._recover, "function": function, "AtOnce": AtOnce, "listed": _listed}
-        self.scope |= {"rehearsal": rehearsal, "checks_signs": checks_signs}
+        self.scope |= {"rehearsal": rehearsal, "checks_signs": checks_signs, "is_on": is_on}
         first = by or next(p.name for p in self.tensors if str(p.annotation) == "torch.Tensor")
         values = ", ".join(f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in self.parameters)
         everything = f"({', '.join(p.name for p in self.parameters)},)"
@@ -294,7 +295,7 @@ class _Plans:
             "    if not modes() and not rehearsal() and not checks_signs():",
             f"        given = {', '.join(f'*listed({p.name})' if _is_listed(p) else p.name for p in self.tensors)},",
             "        if not (records() and any(x is not None and x.requires_grad for x in given)):",
-            f"            key = {first}.shape, {first}.get_device(), {out} is None, {', '.join(self.numbers)}",
+            f"            key = {first}.shape, {first}.get_device(), {out} is None, is_on(), {', '.join(self.numbers)}",
             "            plans = known.get(key, ())",
             "            if plans is not None:",
             "                for plan in plans:",

@@ -65,4 +65,12 @@ def exactly(capability: int) -> tuple[Constraint, ...]:
     return Constraint("device", "==", "cuda"), Constraint("capability", "==", capability)
 
 
+# Of an implementation whose sums follow the batch: the switch of batch invariance excludes it.
+VARIES = (
+    Rule(
+        ("batch_invariant",),
+        "a call outside of fi_core.batch_invariant(), for its sums follow the batch",
+        lambda batch_invariant: not batch_invariant,
+    ),
+)
 ON_CPU = (Constraint("device", "==", "cpu"),)

@@ -166,16 +166,10 @@ struct Kernel {
     if (launch.pdl) attribute(cu::kProgrammaticStreamSerialization).programmatic = 1;
     if (launch.cluster > 1) attribute(cu::kClusterDimension).cluster = {launch.cluster, 1, 1};
     if (launch.cooperative) attribute(cu::kCooperative).cooperative = 1;
-    cu::LaunchConfig config{static_cast<unsigned>(launch.grid_x),
-                            static_cast<unsigned>(launch.grid_y),
-                            static_cast<unsigned>(launch.grid_z),
-                            static_cast<unsigned>(launch.threads),
-                            1,
-                            1,
-                            static_cast<unsigned>(launch.shared_bytes),
-                            stream(device),
-                            attributes,
-                            count};
+    const auto word = [](int64_t value) { return static_cast<unsigned>(value); };
+    const unsigned x = word(launch.grid_x), y = word(launch.grid_y), z = word(launch.grid_z);
+    const unsigned threads = word(launch.threads), shared = word(launch.shared_bytes);
+    cu::LaunchConfig config{x, y, z, threads, 1, 1, shared, stream(device), attributes, count};
     void* arguments[] = {params, extras};  // the driver reads as many as the entry has
     // A library kernel is a valid CUfunction in every context (CUDA driver API, "Library Management").
     const auto function = reinterpret_cast<cu::Function>(entry.kernel);

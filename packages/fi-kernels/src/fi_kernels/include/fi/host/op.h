@@ -17,6 +17,11 @@
 
 namespace fi {
 
+// The switch of batch invariance, a number of Python's: while it is on, the bits of a row depend on that row alone.
+inline int64_t off = 0, *invariance = &off;
+inline bool batch_invariant() { return __atomic_load_n(invariance, __ATOMIC_RELAXED) != 0; }
+inline void follow(const Values& v, TVMFFIAny*) { invariance = reinterpret_cast<int64_t*>(v.get<int64_t>(0, "at")); }
+
 inline int64_t word(DType d) { return d.code << 8 | d.bits; }
 template <class T>
 int64_t word(T value) {
@@ -55,9 +60,9 @@ class Module {
     const DLDevice device = a.first().device();
     const int64_t place = int64_t{device.device_type} << 32 | device.device_id;
     if constexpr (sizeof...(kRequestOf) == 0)
-      return std::array<int64_t, 2>{place, a.backend_number()};
+      return std::array<int64_t, 3>{place, a.backend_number(), batch_invariant()};
     else
-      return (kRequestOf(a), ...).words(place, a.backend_number());
+      return (kRequestOf(a), ...).words(place, a.backend_number(), batch_invariant());
   }
   using Words = decltype(words_of(std::declval<const Args&>()));
   using Known = Table<Words>;
@@ -170,6 +175,7 @@ Args args_of(void (*)(const Kernel&, const Args&, const More&));
   FI_EXPORT(request, FiModule::kOp, FiModule::request)                                   \
   FI_EXPORT(run, FiModule::kOp, FiModule::run)                                           \
   FI_EXPORT(bind, "bind", FiModule::bind)                                                \
+  FI_EXPORT(follow, "follow", ::fi::follow)                                              \
   FI_EXPORT(learn, "learn", FiModule::learn)                                             \
   FI_EXPORT(forget, "forget", FiModule::forget)                                          \
   FI_EXPORT(plan, "plan", FiModule::plan)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from families.harness import assert_close, assert_guards, guarded, rand, using
-from fi_core.gemm.ops import GEMM, GemmConfig, GemmStores, gemm
+from fi_core.gemm.ops import GEMM, GemmConfig, GemmKind, GemmStores, gemm
 from fi_core.runtime.dispatch import Request, choose
 from fi_core.runtime.spec.target import Target
 
@@ -50,6 +50,27 @@ def test_a_split_product_is_the_product(dtype: str, m: int, n: int, k: int, spli
         for out in results:
             with using("gemm", "wgmma_sm90"):
                 gemm(out, a, b, *scales, tactic=split * len(all_configs) + number)
+            assert_close(out, want, tolerance=(1e-2, 5e-2 * want.abs().mean().item()))
+            assert_guards(out)
+        assert torch.equal(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+@pytest.mark.parametrize(("m", "n", "k"), [(132, 576, 5120), (70, 333, 1168), (256, 130, 2064)])
+def test_tiles_for_few_tokens_that_a_cluster_shares(dtype: str, m: int, n: int, k: int) -> None:
+    """Each tile is split, also where m has several: the same bits in each call."""
+    torch_dtype = torch.bfloat16 if dtype == "bf16" else E4M3
+    a, b = (rand(rows, k, dtype=torch_dtype, device="cuda", seed=rows) for rows in (m, n))
+    want = a.double() @ b.double().T
+    all_configs = configs(dtype)
+    number = next(i for i, config in enumerate(all_configs) if config[:3] == (GemmKind.SMALL_M, 64, 64))
+    for splits in (2, 3, 4):
+        results = [guarded((m, n), torch.bfloat16, "cuda", row_padding=8) for _ in range(2)]
+        for out in results:
+            with using("gemm", "wgmma_sm90"):
+                gemm(out, a, b, tactic=splits * len(all_configs) + number)
             assert_close(out, want, tolerance=(1e-2, 5e-2 * want.abs().mean().item()))
             assert_guards(out)
         assert torch.equal(*results)

@@ -213,6 +213,20 @@ def test_a_cluster_splits_k(
     assert (p["own_blocks"], p["own_groups"]) == (blocks, groups)
 
 
+@pytest.mark.parametrize(("dtype", "scales"), [("bf16", "rows"), ("e4m3", "rows"), ("e4m3", "blocks")])
+def test_few_rows_of_weights_and_much_k_are_split(gemm: Gemm, dtype: str, scales: str) -> None:
+    """9 by 3 tiles of 64 x 64 would leave most SMs idle: four CTAs share each."""
+    blocks = {"a_scale": Tensor(SA, (132, 40), "f32"), "b_scale": Tensor(SB, (5, 40), "f32")}
+    launch = one(gemm(132, 576, 5120, dtype, scales, **(blocks if scales == "blocks" else {})))
+    assert (launch["name"], launch["cluster"], launch["grid"]) == ("gemm_small_m_64x64", [4, 1, 1], [108, 1, 1])
+    p = parameters(launch, "GemmSm90Params")
+    assert (p["transposed"], p["problem"]["m"], p["problem"]["n"]) == (0, 132, 576)
+
+
+def test_many_rows_of_weights_are_not_split(gemm: Gemm) -> None:
+    assert one(gemm(132, 8192, 512))["cluster"] == [1, 1, 1]
+
+
 @pytest.mark.parametrize(("m", "n", "k"), [(193, 3584, 64), (600, 4096, 8192)])
 def test_a_split_takes_blocks_of_k_and_few_tiles(gemm: Gemm, m: int, n: int, k: int) -> None:
     """Each CTA of a cluster has a block of k, and a cluster shares one tile at most."""

@@ -265,16 +265,26 @@ bool takes(const GemmProblem& p, const GemmArgs& a, const GemmConfig& t, int64_t
 Tile wgmma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const GemmShape& shape) {
   const GemmCard card = card_of(kernel, a.a.device());
   const bool may_transpose = transposes(p, a);
-  return cheapest_entry<GemmConfig>(kernel, a.tactic, [&](const GemmConfig& t, int64_t splits) {
+  const GemmSmallMShape few{shape.rows, p.n, gemm_ceil(p.k * shape.bytes, 128), p.batch};
+  Tile best = cheapest_entry<GemmConfig>(kernel, a.tactic, [&](const GemmConfig& t, int64_t splits) {
+    const bool few_tokens = t.kind == GemmKind::SMALL_M;
     GemmShape s = shape;
-    if (splits) std::swap(s.rows, s.n);
+    if (splits && !few_tokens) std::swap(s.rows, s.n);
     const int64_t clocks = s.alone ? t.alone_clocks : t.k_block_clocks;
-    const GemmTiling tiling{t.rows, t.columns, clocks, std::max<int64_t>(1, splits)};
+    const GemmTiling tiling{t.rows, t.columns, clocks, std::max<int64_t>(1, splits), few_tokens};
     const bool transposed = t.stores == GemmStores::EITHER || t.stores == GemmStores::TRANSPOSED;
-    const bool fits =
-        splits ? may_transpose && transposed && gemm_shares(s, tiling, card) : takes(p, a, t, card.multiprocessors);
+    bool fits = false;
+    if (!splits)
+      fits = takes(p, a, t, card.multiprocessors);
+    else if (!few_tokens)
+      fits = may_transpose && transposed && gemm_shares(s, tiling, card);
+    else if (splits > 1)  // its operands are exchanged anyway
+      fits =
+          takes(p, a, t, card.multiprocessors) && gemm_small_m_fits(few, {t.rows, t.columns, t.stage_blocks, splits});
     return fits ? gemm_cost(s, tiling, card) : -1.0;
   });
+  best.transposed &= best.config.kind == GemmKind::WGMMA;
+  return best;
 }
 
 // The entry that computes the problem, and its tile.

@@ -16,8 +16,10 @@ struct GemmShape {
 };
 
 // k_block_clocks: of a tile and 128 bytes of k, measured. splits: CTAs of a cluster that share the k of a tile.
+// all_split: they share each tile, not only the last one.
 struct GemmTiling {
   int64_t rows, columns, k_block_clocks, splits = 1;
+  bool all_split = false;
 };
 
 // Per SM and clock: bytes of L2, of DRAM, and of out that the epilogue moves; clocks of a tile and of a launch that are
@@ -30,6 +32,9 @@ constexpr GemmRates kGemmOfGroups{62, 19, 64, 1500, 3000, 0.125}, kGemmAlone{69.
 
 // Clocks of the CTAs of a cluster to meet, for each of them, and bytes of a tile that they exchange in a clock.
 constexpr double kGemmMeetClocks = 3884, kGemmRankClocks = 1942, kGemmExchangeBytes = 60;
+// The same where they share each tile of 64 x 64, whatever their number. 4000 fits 132 times of 66 to 256 tokens and up
+// to 2560 rows of weights best, within 6 %; the choice is best with 5000 to 6000 (99 drawn shapes, H200).
+constexpr double kGemmSplitTileClocks = 5000;
 
 // What the last, partial tile of a group costs, in tiles, where groups vary and have a tile or more, and up to how many
 // rows this is counted. H200, us of the second product of experts with 256 rows of a tile as if groups were equal and
@@ -76,7 +81,10 @@ inline double gemm_cost(const GemmShape& s, const GemmTiling& t, const GemmCard&
   const double epilogue = static_cast<double>(t.rows * t.columns * s.out_bytes) / rates.out_bytes + rates.tile_clocks;
   const double k_block = std::max(static_cast<double>(t.k_block_clocks), loads);
   double compute = waves * (static_cast<double>(k_blocks) * k_block + epilogue);
-  if (t.splits > 1)
+  if (t.splits > 1 && t.all_split)
+    compute = static_cast<double>(gemm_ceil(gemm_tiles(s, t), card.clusters[t.splits])) *
+              (static_cast<double>(gemm_ceil(k_blocks, t.splits)) * k_block + epilogue + kGemmSplitTileClocks);
+  else if (t.splits > 1)
     compute += static_cast<double>(gemm_ceil(k_blocks, t.splits)) * k_block + epilogue + kGemmMeetClocks +
                kGemmRankClocks * static_cast<double>(t.splits) +
                static_cast<double>(t.rows * t.columns * 4) / kGemmExchangeBytes;

@@ -47,8 +47,8 @@ struct GemmChoice {
 };
 
 // The cheapest of the entries, or the one that `tactic` counts: entries, then the same with exchanged operands for each
-// number of CTAs that split k. clocks(config, splits): of the model; negative where the entry does not take the
-// problem. splits: 0 without exchanged operands.
+// number of CTAs that split k; entries whose operands are always exchanged are split by two and more. clocks(config,
+// splits): of the model; negative where the entry does not take the problem. splits: 0 without exchanged operands.
 template <class Config, class Clocks>
 GemmChoice<Config> cheapest_entry(const Kernel& kernel, int64_t tactic, const Clocks& clocks) {
   GemmChoice<Config> best;

@@ -34,6 +34,7 @@ def gemm(tmp_path_factory: pytest.TempPathFactory) -> Any:
             "scales": scales,
             "tiles": tiles,
             "b_major": b_major,
+            "fast_accum": change.get("use_fast_accum", False),
             "tokens": 0,
         }
         return gpu.call("gemm", axes, arguments, implementation="wgmma_sm90")
@@ -311,7 +312,8 @@ def gemm_80(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def call(m: int, n: int, k: int, **change: Any) -> list[Call]:
         arguments = {"out": Tensor(OUT, (m, n), "bf16"), "a": Tensor(A, (m, k), "bf16"), "b": Tensor(B, (n, k), "bf16")}
         tiles = "groups" if "m_indptr" in change else "batched"
-        axes = {"a": "bf16", "b": "bf16", "out": "bf16", "scales": "rows", "tiles": tiles, "b_major": "k", "tokens": 0}
+        axes = {"a": "bf16", "b": "bf16", "out": "bf16", "scales": "rows", "tiles": tiles, "b_major": "k"}
+        axes |= {"fast_accum": False, "tokens": 0}
         return gpu.call("gemm", axes, arguments | change, implementation="mma_sm80")
 
     yield call

@@ -37,6 +37,7 @@ def gemm(tmp_path_factory: pytest.TempPathFactory) -> Any:
             "scales": scales,
             "tiles": tiles,
             "b_major": "k",
+            "fast_accum": False,
             "tokens": tokens,
         }
         return gpu.call("gemm", axes, arguments, implementation="wgmma_small_m_sm90")

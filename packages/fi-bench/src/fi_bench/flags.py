@@ -170,6 +170,13 @@ GEMM = (
     dtype("input_dtype", "fp8_e4m3"),
     dtype("mat2_dtype", "fp8_e4m3"),
     dtype("out_dtype", "bfloat16"),
+    choice(
+        "accumulation",
+        ("default", "fast", "fp32"),
+        "default",
+        "sums of fp8 products with one scale, for fi-core and cublas: fast in the tensor cores over all of k, or fp32; "
+        "default is fp32 for fi-core and fast for cublas",
+    ),
     Flag("mma_sm", "SMs of one MMA", integers, 1, metavar="{1,2}", least=1, most=2),
     switch("use_128x4_sf_layout", "swizzled scale layout"),
     switch("use_nvfp4", "nvfp4 instead of mxfp4"),

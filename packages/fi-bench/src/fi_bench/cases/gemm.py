@@ -45,7 +45,8 @@ def _out(p: Namespace, x: Inputs) -> dict[str, Any]:
     shape = (*left.shape[:-1], p.n)
     out = {} if "out" in x else {"out": torch.empty(shape, dtype=dtype_of(p.out_dtype), device=left.device)}
     columns = right if p.routine in ("mm_bf16", "bmm_bf16", "bmm_fp8") else right.mT
-    return {**out, "left": left, "columns": columns, "mma_sm": p.mma_sm}
+    fast = {"use_fast_accum": p.accumulation == "fast", "cublas_fast": p.accumulation != "fp32"}
+    return {**out, "left": left, "columns": columns, "mma_sm": p.mma_sm, **fast}
 
 
 def _dequantized(x: torch.Tensor, scale: torch.Tensor, mode: str) -> torch.Tensor:
@@ -96,7 +97,8 @@ def _cublas_fp8(x: Inputs) -> torch.Tensor:
 
     product_of = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  (the public one has no out=)
     a_scale, b_scale = (x.alpha, torch.ones_like(x.alpha)) if "alpha" in x else (x.A_scale, x.B_scale)
-    one = functools.partial(product_of, scale_a=a_scale, scale_b=b_scale, out_dtype=x.out.dtype, use_fast_accum=True)
+    fast = x.cublas_fast
+    one = functools.partial(product_of, scale_a=a_scale, scale_b=b_scale, out_dtype=x.out.dtype, use_fast_accum=fast)
     if x.left.ndim == 2:
         one(x.left, x.columns, out=x.out)
     else:
@@ -219,6 +221,14 @@ def _call_mm_bf16(f: Callable[..., Any], x: Inputs) -> Any:
     return f(x.a, x.b, bias=x.get("bias"), out=x.out, out_dtype=x.out_dtype)
 
 
+def _call_mm_fp8(f: Callable[..., Any], x: Inputs) -> Any:
+    return f(x.a, x.b, x.alpha, out_dtype=x.out_dtype, out=x.out, use_fast_accum=x.use_fast_accum)
+
+
+def _call_bmm_fp8(f: Callable[..., Any], x: Inputs) -> Any:
+    return f(x.A, x.B, x.A_scale, x.B_scale, x.dtype, out=x.out, use_fast_accum=x.use_fast_accum)
+
+
 def _call_tinygemm(f: Callable[..., Any], x: Inputs) -> Any:
     f(x.input, x.weight, x.out, x.get("bias"))
     return x.out
@@ -247,8 +257,8 @@ CASES = (
     _dense("mm_bf16", _bf16_sizes, _call_mm_bf16),
     _dense("bmm_bf16", _batched(_bf16_sizes), lambda f, x: f(x.A, x.B, out=x.out, out_dtype=x.out_dtype)),
     _dense("tinygemm_bf16", lambda p: sizes_of(p, *_MNK, "bias"), _call_tinygemm),
-    _fp8("bmm_fp8", _batched(_fp8_sizes), lambda f, x: f(x.A, x.B, x.A_scale, x.B_scale, x.dtype, out=x.out)),
-    _fp8("mm_fp8", _fp8_sizes, lambda f, x: f(x.a, x.b, x.alpha, out_dtype=x.out_dtype, out=x.out)),
+    _fp8("bmm_fp8", _batched(_fp8_sizes), _call_bmm_fp8),
+    _fp8("mm_fp8", _fp8_sizes, _call_mm_fp8),
     _groupwise("gemm_fp8_nt_groupwise", _call_groupwise),
     _groupwise("group_gemm_fp8_nt_groupwise", _call_group_groupwise),
 )

@@ -156,6 +156,7 @@ def bmm_fp8(
     dtype: torch.dtype,
     out: torch.Tensor | None = None,
     backend: str = "cublas",
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """Computes `A[i] @ B[i] * A_scale * B_scale` for each matrix of a batch.
 
@@ -167,6 +168,7 @@ def bmm_fp8(
         dtype: of the result, bf16, fp16 or fp32.
         out: `[batch, m, n]`; allocated if None.
         backend: as for `mm_bf16`.
+        use_fast_accum: as for `mm_fp8`.
 
     Returns:
         out.
@@ -176,7 +178,7 @@ def bmm_fp8(
     """
     try:
         out = output(A, (*A.shape[:-1], B.shape[-1]), out, dtype)
-        gemm(out, A, B, _flat(A_scale), _flat(B_scale), b_transposed=True)
+        gemm(out, A, B, _flat(A_scale), _flat(B_scale), b_transposed=True, use_fast_accum=use_fast_accum)
     except Exception:
         is_fp8(A, B, "A", "B")
         are_columns(B, A, "B", batched=True)
@@ -200,6 +202,7 @@ def mm_fp8(
     backend: str = "trtllm_low_latency",
     a_scale: torch.Tensor | None = None,
     b_scale: torch.Tensor | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """Computes `alpha * a @ b.T`, or `(a * a_scale) @ (b * b_scale).T` with scales of rows.
 
@@ -213,6 +216,11 @@ def mm_fp8(
         backend: as for `mm_bf16`.
         a_scale: `[m]`, fp32: the value that a 1 of each row stands for.
         b_scale: `[n]`, fp32: the same for each row of b.
+        use_fast_accum: True lets the tensor cores add products over all of k, which `torch._scaled_mm` has under that
+            name. It takes 0.94 to 0.95 of the time from 257 to 1024 rows (H200). Such sums keep about 14 bits: at k =
+            16384 cuBLAS has a relative error of 0.0036 for random values and 0.2 for positive ones, where the default,
+            which adds 128 products at a time in fp32, has 0.0001 and 0.0006. Up to 64 rows, for other GPUs and on a CPU
+            sums are in fp32 all the same.
 
     Returns:
         out.
@@ -230,7 +238,7 @@ def mm_fp8(
     try:
         if out is None or out_dtype is not None:
             out = output(a, (a.shape[0], weight.shape[0]), out, out_dtype)
-        gemm(out, a, weight, a_scale, b_scale)
+        gemm(out, a, weight, a_scale, b_scale, use_fast_accum=use_fast_accum)
     except Exception:
         is_fp8(a, b)
         raise

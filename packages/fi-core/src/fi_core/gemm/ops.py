@@ -94,6 +94,8 @@ TILES = {
     # Of moe_gated_gemm: 128 features of both projections, which share a scale.
     "gated blocks": (_Tile(128, 256, 4, 1240),),
 }
+# fp8 without sums in fp32 has the tiles and clocks of 16 bits: tensor cores take as long for 128 bytes of k.
+TILES["fast"] = TILES["16 bits"]
 # Of block scales and 16-bit out, beside the same shape for any product (kGemmHalvesK). Its clocks include what is
 # saved behind the mainloop. H200, us of both: 4096 x 24576 x 1536 263.2 and 250.6, 8192 x 28672 x 2048 848 and 783,
 # 16384 x 4096 x 1024 139.3 and 133.6. Groups would gain 1.6 % and compile an entry more.
@@ -109,6 +111,7 @@ _EXCHANGED = {
     ),
     "rows": (_Tile(128, 208, 4, 891, GemmStores.TRANSPOSED), _Tile(128, 160, 5, 726, GemmStores.TRANSPOSED)),
 }
+_EXCHANGED["fast"] = _EXCHANGED["16 bits"]
 # Tiles that such products can do without: of 118 drawn shapes the best tile takes 1.0017 of its time without this one,
 # and of 20 of more than 1024 tokens 1.0000. Binaries have a seventh less.
 _LEFT_OUT = {"rows": ((128, 128),)}
@@ -121,6 +124,7 @@ _MORE_TOKENS = {
     "blocks": ((1, 2, 451),),
     "column_blocks": (),
 }
+_MORE_TOKENS["fast"] = _MORE_TOKENS["rows"]
 # Clocks of tiles and 128 bytes of k for products alone, fitted with kGemmAlone to drawn shapes: fitted to one half of
 # them, the choice takes 1.012 (bf16) and 1.009 (fp8, one scale) of the time of the best tile on the other half.
 _ALONE = {
@@ -159,6 +163,7 @@ _ALONE = {
         "256x128_early_stores": 1292,
     },
 }
+_ALONE["fast"] = _ALONE["16 bits"] | {name: _ALONE["rows"][name] for name in ("small_m_64x64", "small_m_64x192")}
 _SCALES = {"rows": "kRows", "blocks": "kBlocks", "column_blocks": "kColumnBlocks"}
 
 
@@ -171,13 +176,13 @@ def _alone(entry: Entry, clocks: Mapping[str, int]) -> Entry:
 
 def _unit(axes: Values) -> Unit:
     a, b, out = (DTYPES[axes[name]] for name in ("a", "b", "out"))
-    kind, short = "16 bits" if a.bytes == 2 else axes["scales"], out.bytes == 2
+    kind, short = "16 bits" if a.bytes == 2 else "fast" if axes["fast_accum"] else axes["scales"], out.bytes == 2
     n_major = axes["b_major"] == "n"
-    if a.bytes == 2:
+    if kind in ("16 bits", "fast"):
         mainloop = f"fi::Accumulate<{{0}}, {a.device}, {b.device}, {str(n_major).lower()}>"
     else:
         mainloop = f"fi::Promote<{{0}}, {a.device}, {b.device}, fi::GemmScales::{_SCALES[kind]}>"
-    scaled = str(kind in ("16 bits", "rows")).lower()
+    scaled = str(kind in ("16 bits", "fast", "rows")).lower()
     epilogues = {
         GemmStores.ROWS: f"fi::StoreRows<{{0}}, {out.device}, {scaled}>",
         GemmStores.EITHER: f"fi::StoreEither<{{0}}, {out.device}, {str(a.bytes == 1).lower()}>",
@@ -277,9 +282,15 @@ _SAME_OR_FP8 = Rule(
 )
 
 
+def _exact(values: Values) -> Values:
+    """The axes of a kernel for any number of tokens that always adds in fp32."""
+    return {**values, "tokens": 0, "fast_accum": False}
+
+
 def _any_m(values: Values) -> Values:
-    """The axes of a kernel for any number of tokens."""
-    return {**values, "tokens": 0}
+    """The same where fp8 operands without scales of blocks may be added by the tensor cores."""
+    fast = values["fast_accum"] and values["scales"] == "rows" and DTYPES[values["a"]].bytes == 1
+    return {**values, "tokens": 0, "fast_accum": fast}
 
 
 _HOPPER: tuple[Constraint | Rule, ...] = (*exactly(90), _SAME_OR_FP8, Constraint("alignment", ">=", _TMA_BYTES))
@@ -290,7 +301,7 @@ GEMM = Op(
     arguments="Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale=None, Tensor? b_scale=None, Tensor? bias=None, "
     "Tensor? m_indptr=None, Tensor? m_indices=None, Tensor? masked_m=None, Tensor? b_indices=None, "
     "int expected_m=-1, int tactic=-1, bool b_constant=False, bool b_transposed=False, bool scales_transposed=False, "
-    'int scale_rows=0, bool? enable_pdl=None, str backend="auto"',
+    'int scale_rows=0, bool use_fast_accum=False, bool? enable_pdl=None, str backend="auto"',
     fields={
         "a": Field(_FLOATS, "bf16"),
         "b": Field(_FLOATS, "bf16"),
@@ -298,6 +309,7 @@ GEMM = Op(
         "scales": Field(("rows", "blocks", "column_blocks"), "rows"),
         "tiles": Field(("batched", "groups"), "batched"),
         "b_major": Field(("k", "n"), "k"),
+        "fast_accum": Field((False, True), False),
         "alignment": Field((1, 2, 4, 8, 16), 16),
         "m": Field(None, _LARGE_M),
         "k": Field(("short", "long"), "long"),
@@ -309,17 +321,21 @@ GEMM = Op(
         "scales": ("rows", "blocks", "column_blocks"),
         "tiles": ("batched", "groups"),
         "b_major": ("k", "n"),
+        "fast_accum": (False, True),
         "tokens": (0, *_SMALL_M_TOKENS),
     },
     config=GemmConfig,
     varies={"m": (*_SMALL_M_TOKENS, _LARGE_M)},
     implementations=(
-        Implementation("cpu", (*ON_CPU, _SAME_OR_FP8), axes=_any_m),
+        Implementation("cpu", (*ON_CPU, _SAME_OR_FP8), axes=_exact),
         Implementation(
             "wgmma_small_m_sm90",
             (*_HOPPER, Rule(("b_major",), "K-major b", lambda major: major == "k")),
             _small_m_unit,
-            axes=lambda v: {**v, "tokens": next((t for t in _SMALL_M_TOKENS if t >= v["m"]), _SMALL_M_TOKENS[-1])},
+            axes=lambda v: {
+                **_exact(v),
+                "tokens": next((t for t in _SMALL_M_TOKENS if t >= v["m"]), _SMALL_M_TOKENS[-1]),
+            },
             preferred=(
                 Rule(("m",), f"at most {_SMALL_M_TOKENS[-1]} tokens", lambda m: m <= _SMALL_M_TOKENS[-1]),
                 Rule(
@@ -338,7 +354,7 @@ GEMM = Op(
             _unit,
             axes=_any_m,
         ),
-        Implementation("mma_sm80", (*at_least(80), _SAME_OR_FP8), _mma_unit, axes=_any_m),
+        Implementation("mma_sm80", (*at_least(80), _SAME_OR_FP8), _mma_unit, axes=_exact),
     ),
     prebuilt=(
         *({"a": "bf16", "b": "bf16", "tiles": tiles} for tiles in ("batched", "groups")),

@@ -129,6 +129,8 @@ GemmProblem problem_of(const GemmArgs& a) {
            "a_scale and b_scale must both be of blocks of 128 k, with float8 operands, or neither; got a_scale %s, "
            "b_scale %s",
            a.a_scale ? a.a_scale.shape_str().c_str() : "None", a.b_scale ? a.b_scale.shape_str().c_str() : "None");
+  FI_CHECK(!a.use_fast_accum || (fp8 && !sa.blocks), ValueError,
+           "use_fast_accum must be False with 16-bit operands and with scales of blocks, whose sums are in fp32");
   FI_CHECK(!sa.blocks || !a.bias, ValueError, "bias must be None with scales of blocks; got %s",
            a.bias.shape_str().c_str());
   p.a_scale = sa.data;
@@ -425,6 +427,7 @@ GemmRequest request_of(const GemmArgs& a) {
   r.tiles = a.m_indptr || a.masked_m ? Request::Tiles::kGroups : Request::Tiles::kBatched;
   const bool n_major = a.b.stride_or_0(column) != 1 && a.b.stride_or_0(row) == 1 && k > 1;
   r.b_major = n_major ? Request::BMajor::kN : Request::BMajor::kK;
+  r.fast_accum = a.use_fast_accum;
   r.alignment = std::min(alignment_of(a.a, false), alignment_of(a.b, n_major != a.b_transposed));
   // Rows of a that meet a matrix of b; of groups their mean.
   int64_t m = a.expected_m >= 0 ? a.expected_m : a.a.size_or_0(-2);

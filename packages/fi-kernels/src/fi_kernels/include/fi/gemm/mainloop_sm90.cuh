@@ -1,4 +1,4 @@
-// The mainloop of the Hopper GEMM for 16-bit operands: wgmma adds over all of k.
+// The mainloop of the Hopper GEMM that leaves all sums to wgmma: of 16-bit operands, and of fp8 with fast accumulation.
 #pragma once
 #include "fi/cuda/ptx/wgmma_sm90.cuh"
 #include "fi/gemm/tile_sm90.cuh"
@@ -41,7 +41,7 @@ struct Accumulate {
   using A = OperandA;
   static constexpr bool kMnMajorB = kMnMajor, kBlockScales = false, kWholePasses = false;
   static constexpr int kMBlocks = Tile::kOwnRows / 64, kCount = Tile::kOwnColumns / 2;
-  static_assert(sizeof(A) == 2 && (!kMnMajorB || Tile::kOwnColumns % 64 == 0), "whole blocks of 64 columns");
+  static_assert(!kMnMajorB || (sizeof(A) == 2 && Tile::kOwnColumns % 64 == 0), "whole blocks of 64 columns");
   struct Shared {
     FI_DEVICE void init() {}
   };

@@ -6,6 +6,8 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import fi_core
 from core.console import Cli
 from fi_core.cli import why
@@ -47,3 +49,16 @@ def test_why_of_a_wrapper_with_a_variant_compiles_no_variant(cli: Cli, fresh: An
         assert any("causal_or_in_range" in file["file"] for file in attention["files"])
         assert attention["launches"]
     assert store.entries() == []
+
+
+@pytest.mark.parametrize("m", [16, 1000])
+def test_why_predicts_the_times_of_products(cli: Cli, m: int) -> None:
+    """Of the configuration that the launcher takes, and of the next two."""
+    asked = "why", "mm_bf16", f"m={m}", "n=4608", "k=7168", "--target", "sm_90a"
+    (call,) = cli.json(*asked)["calls"]
+    (launch,) = call["launches"]
+    (chosen, _), *_ = launch["predicted"]
+    times = [us for _, us in launch["predicted"]]
+    assert len(times) == 3 and times == sorted(times) and times[0] > 10
+    assert chosen.split(",")[0] == launch["entry"]
+    assert f"predicted {times[0]:.1f} us: {chosen}\n" in cli(*asked)

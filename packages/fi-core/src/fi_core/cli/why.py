@@ -278,6 +278,7 @@ def _describe(step: Step) -> tuple[dict[str, Any], list[str], bool]:
         configs = {entry.name: str(entry) for entry in choice.entries}
         for launch in step.launches:
             lines += [f"    launches {launch}", f"      kernel entry {configs[launch.entry]}"]
+            lines += [f"      predicted {us:.1f} us: {words}" for words, us in launch.predicted]
     elif choice.entries:
         lines += [f"    kernel entry {entry}" for entry in choice.entries]
     lines += [line for origin in origins for line in _describe_file(origin)]

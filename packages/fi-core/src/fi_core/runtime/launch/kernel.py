@@ -27,7 +27,9 @@ _LAUNCH = re.compile(r"(.+): grid (\d+) x (\d+) x (\d+), (\d+) threads, (\d+) B 
 
 
 class Launch(NamedTuple):
-    """One kernel launch as the host module makes it: the kernel entry and its shape."""
+    """One kernel launch as the host module makes it: the kernel entry and its shape. predicted: of a rehearsal, times in
+    us of the configurations that a cost model finds the fastest; the first is this one.
+    """
 
     entry: str
     grid: tuple[int, int, int]
@@ -35,12 +37,21 @@ class Launch(NamedTuple):
     shared_bytes: int
     cluster: int
     pdl: bool
+    predicted: tuple[tuple[str, float], ...] = ()
 
     @classmethod
-    def of(cls, text: str) -> Launch:
-        entry, *numbers, pdl = _LAUNCH.fullmatch(text).groups()  # type: ignore[union-attr]
-        x, y, z, threads, shared, cluster = map(int, numbers)
-        return cls(entry, (x, y, z), threads, shared, cluster, bool(pdl))
+    def each(cls, text: str) -> Iterator[Launch]:
+        """A line for each, behind those of its predictions: "~ 12.60 words"."""
+        predicted: list[tuple[str, float]] = []
+        for line in text.splitlines():
+            if line.startswith("~"):
+                _, us, words = line.split(maxsplit=2)
+                predicted.append((words, float(us)))
+                continue
+            entry, *numbers, pdl = _LAUNCH.fullmatch(line).groups()  # type: ignore[union-attr]
+            x, y, z, threads, shared, cluster = map(int, numbers)
+            yield cls(entry, (x, y, z), threads, shared, cluster, bool(pdl), tuple(predicted))
+            predicted = []
 
     def __str__(self) -> str:
         shape = f"grid {' x '.join(map(str, self.grid))}, {self.threads} threads, {self.shared_bytes} B shared"
@@ -61,7 +72,7 @@ class Kernel(NamedTuple):
     def run(self, *values: Any) -> tuple[Launch, ...]:
         """Launches it for the values of a call, past all choices; a rehearsed kernel tells what it would launch."""
         text = self.module["run"](self.bound, *values)
-        return tuple(map(Launch.of, text.splitlines())) if text else ()
+        return tuple(Launch.each(text)) if text else ()
 
 
 def load_module(found: Found) -> Any:

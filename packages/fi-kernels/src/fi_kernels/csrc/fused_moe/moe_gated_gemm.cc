@@ -146,8 +146,9 @@ void moe_gated_gemm(const Kernel& kernel, const MoeGatedGemmArgs& a) {
   const int64_t expected = a.expected_m >= 0 ? std::max<int64_t>(a.expected_m, 1) : gemm_ceil(rows, experts);
   // A tile stores half as many columns as it has.
   const GemmShape shape{expected, columns, k, experts, bytes, bytes / 2, true};
-  const auto clocks = [&](const MoeGatedGemmConfig& t, int64_t exchanged) {
-    return exchanged ? -1.0 : gemm_cost(shape, {t.rows, t.columns, t.k_block_clocks}, {multiprocessors, {}});
+  const auto clocks = [&](const GemmChoice<MoeGatedGemmConfig>& choice) {
+    const MoeGatedGemmConfig& t = choice.config;
+    return choice.transposed ? -1.0 : gemm_cost(shape, {t.rows, t.columns, t.k_block_clocks}, {multiprocessors, {}});
   };
   const auto [entry, t, splits, transposed] = cheapest_entry<MoeGatedGemmConfig>(kernel, a.tactic, clocks);
   GemmSm90Params& g = params.gemm;

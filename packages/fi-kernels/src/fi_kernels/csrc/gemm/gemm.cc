@@ -222,14 +222,17 @@ Tile small_m_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a,
   const int64_t most = GemmConfig::of(kernel.entries.front()).rows;
   const int64_t splits = p.rows == GemmRows::kBatched ? gemm_small_m_splits(shape, gemm_ceil(shape.rows, most)) : 1;
   Tile best;
+  GemmPredictions<GemmConfig> predictions;
   double least = 0;
   for (const Entry& entry : kernel.entries) {
     const auto config = GemmConfig::of(entry);
     if (!fits(config, splits)) continue;
     const double cost =
         gemm_small_m_cost(shape, {config.rows, config.columns, config.stage_blocks, splits}, multiprocessors);
+    predictions.add(kernel, cost, {&entry, config, splits});
     if (!best.entry || cost < least) best = {&entry, config, splits}, least = cost;
   }
+  predictions.log();
   return best;
 }
 
@@ -268,25 +271,25 @@ Tile wgmma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, c
   const GemmCard card = card_of(kernel, a.a.device());
   const bool may_transpose = transposes(p, a);
   const GemmSmallMShape few{shape.rows, p.n, gemm_ceil(p.k * shape.bytes, 128), p.batch};
-  Tile best = cheapest_entry<GemmConfig>(kernel, a.tactic, [&](const GemmConfig& t, int64_t splits) {
-    const bool few_tokens = t.kind == GemmKind::SMALL_M;
+  return cheapest_entry<GemmConfig>(kernel, a.tactic, [&](Tile& choice) {
+    const GemmConfig& t = choice.config;
+    const bool few_tokens = t.kind == GemmKind::SMALL_M, tries_split = choice.transposed;
+    if (few_tokens) choice.transposed = false;  // they are exchanged anyway
     GemmShape s = shape;
-    if (splits && !few_tokens) std::swap(s.rows, s.n);
+    if (choice.transposed) std::swap(s.rows, s.n);
     const int64_t clocks = s.alone ? t.alone_clocks : t.k_block_clocks;
-    const GemmTiling tiling{t.rows, t.columns, clocks, std::max<int64_t>(1, splits), few_tokens};
-    const bool transposed = t.stores == GemmStores::EITHER || t.stores == GemmStores::TRANSPOSED;
+    const GemmTiling tiling{t.rows, t.columns, clocks, choice.splits, few_tokens};
+    const bool exchanges = t.stores == GemmStores::EITHER || t.stores == GemmStores::TRANSPOSED;
     bool fits = false;
-    if (!splits)
+    if (!tries_split)
       fits = takes(p, a, t, card.multiprocessors);
     else if (!few_tokens)
-      fits = may_transpose && transposed && gemm_shares(s, tiling, card);
-    else if (splits > 1)  // its operands are exchanged anyway
-      fits =
-          takes(p, a, t, card.multiprocessors) && gemm_small_m_fits(few, {t.rows, t.columns, t.stage_blocks, splits});
+      fits = may_transpose && exchanges && gemm_shares(s, tiling, card);
+    else if (choice.splits > 1)
+      fits = takes(p, a, t, card.multiprocessors) &&
+             gemm_small_m_fits(few, {t.rows, t.columns, t.stage_blocks, choice.splits});
     return fits ? gemm_cost(s, tiling, card) : -1.0;
   });
-  best.transposed &= best.config.kind == GemmKind::WGMMA;
-  return best;
 }
 
 // The entry that computes the problem, and its tile.

@@ -1,5 +1,10 @@
 // The choice of a tile among the entries of the Hopper GEMM, by launchers.
 #pragma once
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "fi/gemm/gemm_cost.h"
 #include "fi/gemm/gemm_operand.h"
 #include "fi/gemm/gemm_sm90.h"
@@ -46,24 +51,50 @@ struct GemmChoice {
   bool transposed = false;  // of the exchanged operands
 };
 
+// What a cost model predicts for the choices of a rehearsal. `log` leaves the three shortest times with its
+// launches.
+template <class Config>
+struct GemmPredictions {
+  std::vector<std::pair<double, GemmChoice<Config>>> found{};
+
+  void add(const Kernel& kernel, double clocks, const GemmChoice<Config>& choice) {
+    if (!kernel.library) found.emplace_back(clocks, choice);
+  }
+  void log() {
+    std::stable_sort(found.begin(), found.end(), [](const auto& x, const auto& y) { return x.first < y.first; });
+    for (size_t i = 0; i < std::min<size_t>(3, found.size()); ++i) {
+      const auto& [clocks, choice] = found[i];
+      std::string words = choice.entry->name;
+      if (choice.transposed) words += ", exchanged operands";
+      if (choice.splits > 1) words += ", k split by " + std::to_string(choice.splits);
+      char us[32];
+      snprintf(us, sizeof us, "~ %.2f ", clocks / kGemmClocksOfUs);
+      Kernel::rehearsed() += us + words + "\n";
+    }
+  }
+};
+
 // The cheapest of the entries, or the one that `tactic` counts: entries, then the same with exchanged operands for each
-// number of CTAs that split k; entries whose operands are always exchanged are split by two and more. clocks(config,
-// splits): of the model; negative where the entry does not take the problem. splits: 0 without exchanged operands.
+// number of CTAs that split k. clocks(choice): of the model; negative where the entry does not take the problem. It may
+// say that entries do not exchange operands to split k.
 template <class Config, class Clocks>
 GemmChoice<Config> cheapest_entry(const Kernel& kernel, int64_t tactic, const Clocks& clocks) {
   GemmChoice<Config> best;
+  GemmPredictions<Config> predictions;
   double least = 0;
   int64_t number = 0;
   for (int64_t splits = 0; splits <= kGemmSplits; ++splits)
     for (const Entry& entry : kernel.entries) {
-      const GemmChoice<Config> choice{&entry, Config::of(entry), std::max<int64_t>(1, splits), splits > 0};
-      const double cost = clocks(choice.config, splits);
+      GemmChoice<Config> choice{&entry, Config::of(entry), std::max<int64_t>(1, splits), splits > 0};
+      const double cost = clocks(choice);
       if (cost >= 0 && tactic == number) return choice;
+      if (cost >= 0) predictions.add(kernel, cost, choice);
       if (cost >= 0 && (!best.entry || cost < least)) best = choice, least = cost;
       ++number;
     }
   FI_CHECK(best.entry && tactic < 0, ValueError, "tactic must be -1, or one of this problem below %lld; got %lld",
            static_cast<long long>(number), static_cast<long long>(tactic));
+  predictions.log();
   return best;
 }
 

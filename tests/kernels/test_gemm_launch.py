@@ -224,6 +224,13 @@ def test_few_rows_of_weights_and_much_k_are_split(gemm: Gemm, dtype: str, scales
     assert (p["transposed"], p["problem"]["m"], p["problem"]["n"]) == (0, 132, 576)
 
 
+def test_few_tiles_of_tokens_meet_weights_in_turn(gemm: Gemm) -> None:
+    """Of many, tiles that run at the same time cover a square."""
+    turned = 11 + 7  # 128 x 208
+    assert parameters(one(gemm(2080, 4096, 1024, tactic=turned)), "GemmSm90Params")["group_m"] == 1
+    assert parameters(one(gemm(8658, 3072, 2048, tactic=turned)), "GemmSm90Params")["group_m"] == 15
+
+
 def test_many_rows_of_weights_are_not_split(gemm: Gemm) -> None:
     assert one(gemm(132, 8192, 512))["cluster"] == [1, 1, 1]
 

@@ -20,10 +20,11 @@ namespace {
 
 constexpr int64_t kLimit = 1 << 30;  // of rows and columns: row numbers of tiles are 32-bit
 
-// Whether the epilogue decides, where whole lines are stored faster by the kernel for any number of tokens: by bytes of
-// a row of b. H200, 128 products, us of wgmma_small_m_sm90 and wgmma_sm90: bf16 64 x 512 x 128 18.6 and 13.7, fp8 14.8
-// and 11.3; bf16 16 x 512 x 128 14.4 and 13.1, fp8 10.4 and 11.0.
-bool short_k(int64_t k, int64_t bytes) { return k * bytes <= 1024; }
+// Whether the epilogue decides, where whole lines are stored faster by the kernel for any number of tokens. H200, us of
+// wgmma_small_m_sm90 and wgmma_sm90: 128 products of 64 x 512 x 128 bf16 18.6 and 13.7, fp8 14.8 and 11.3; of 16 x 512
+// x 128 bf16 14.4 and 13.1, fp8 10.4 and 11.0. Not in a single product with k 1024 in fp8: 25 x 3584 8.2 and 9.7, 125 x
+// 4096 9.1 and 10.2.
+bool short_k(int64_t k, int64_t bytes, bool alone) { return k <= 512 || (!alone && k * bytes <= 1024); }
 
 // The contract of a scale tensor: none, one, [.., rows], or [.., rows or ceil(rows / 128), ceil(k / 128)].
 struct Scale {
@@ -259,7 +260,7 @@ GemmProblem transposed(GemmProblem p) {
 bool takes(const GemmProblem& p, const GemmArgs& a, const GemmConfig& t, int64_t multiprocessors) {
   if (p.rows == GemmRows::kIndices && 128 % t.rows != 0) return false;
   if (t.kind == GemmKind::SMALL_M)  // measured for these
-    return p.rows == GemmRows::kBatched && p.batch == 1 && p.m <= 256 && !short_k(p.k, a.a.dtype().bytes());
+    return p.rows == GemmRows::kBatched && p.batch == 1 && p.m <= 256 && !short_k(p.k, a.a.dtype().bytes(), true);
   if (t.stores == GemmStores::TRANSPOSED) return false;
   // A CTA with a single tile has nothing to hide stores behind.
   return t.stores != GemmStores::TMA_HALVES || (p.k % kGemmHalvesStep == 0 && p.k <= kGemmHalvesK &&
@@ -387,8 +388,11 @@ void launch_gemm(const Kernel& kernel, const GemmProblem& given, const GemmArgs&
   launch.cluster = static_cast<unsigned>(splits);
   params.a_once = turned && p.n <= t.columns;
   params.b_once = !turned && shape.rows <= t.rows;
-  // H200, us with groups of 8 and 16 tiles: 8192 x 28672 x 2048 799 and 781, 4096 x 24576 x 1536 257.8 and 255.9.
-  params.group_m = static_cast<int32_t>(turned ? 1 : group_m * (t.stores == GemmStores::TMA_HALVES ? 2 : 1));
+  // H200, us with groups of 8 and 16 tiles: 8192 x 28672 x 2048 799 and 781, 4096 x 24576 x 1536 257.8 and 255.9. A few
+  // tiles of tokens meet a tile of weights one after the other; with 20 to 70, operands of a wave are as for others.
+  constexpr int64_t kFewTokenTiles = 10;
+  const bool in_turn = turned && gemm_ceil(p.n, t.columns) <= kFewTokenTiles;
+  params.group_m = static_cast<int32_t>(in_turn ? 1 : group_m * (t.stores == GemmStores::TMA_HALVES ? 2 : 1));
   launch.shared_bytes = kGemmSharedBytes;
   kernel.launch(*entry, launch, a.a.device(), params);
 }
@@ -439,7 +443,7 @@ GemmRequest request_of(const GemmArgs& a) {
     m = gemm_ceil(m, std::max<int64_t>(1, groups));
   }
   r.m = std::min(m, kLargeM);
-  r.k = short_k(k, a.b.dtype().bytes()) ? Request::K::kShort : Request::K::kLong;
+  r.k = short_k(k, a.b.dtype().bytes(), a.b.ndim() == 2) ? Request::K::kShort : Request::K::kLong;
   return r;
 }
 

@@ -92,6 +92,7 @@ STORES = {
     "chain_speculative": 32,
     "chunk_gated_delta_rule": 64,
     "gemm": 32,
+    "gemm_bf16_fp8": 32,
     "gemm_fp4": 32,
     "moe_mixed_gemm": 16,
     "moe_experts": 32,

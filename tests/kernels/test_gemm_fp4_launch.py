@@ -35,7 +35,7 @@ def gemm(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def one(calls: list[Call]) -> tuple[Call, dict[str, Any]]:
     (launch,) = launches(calls)
-    return launch, parameters(launch, "GemmFp4Params")
+    return launch, parameters(launch, "GemmFewBitsParams")
 
 
 def test_rows_of_weights_fill_the_device(gemm: Gemm) -> None:

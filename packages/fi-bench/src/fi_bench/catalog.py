@@ -56,6 +56,7 @@ FAMILIES = {
                 "bmm_mxfp8",
                 "mm_fp4",
                 "mm_bf16_fp4",
+                "mm_bf16_fp8",
                 "mm_mxfp8",
                 "mm_bf16",
                 "bmm_bf16",

@@ -1,4 +1,4 @@
-"""Cases of matrix products whose operands have block scales: NVFP4, MXFP4 and MXFP8."""
+"""Cases of matrix products whose operands have block scales, NVFP4, MXFP4 and MXFP8, or whose weights are fp8."""
 
 from __future__ import annotations
 
@@ -63,6 +63,8 @@ def _operands(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         a, b = (_dequantized(y.flatten(0, 1), s, 32).view(y.shape) for y, s in ((x.A, x.A_scale), (x.B.mT, x.B_scale)))
         return a, b
     block, tile = x.get("block_size", 32), 8 if x.get("use_8x4_sf_layout") else 128
+    if "b_descale" not in x:
+        return x.a, x.b.to(x.a.dtype)
     if "a_descale" not in x:
         return x.a, _dequantized(x.b, x.b_descale, block)
     b_scale = x.b_descale.t() if x.b_descale.ndim == 2 else x.b_descale
@@ -74,10 +76,13 @@ def _product(operands: tuple[torch.Tensor, torch.Tensor], x: Inputs) -> torch.Te
 
     a, b = operands
     product = torch.matmul(a, b.mT)
-    return (product * x.alpha if "alpha" in x else product).to(x.out.dtype)
+    product = product * x.alpha if "alpha" in x else product
+    return (product if x.get("bias") is None else product + x.bias).to(x.out.dtype)
 
 
 def _unsupported(_: str, p: Namespace) -> str | None:
+    if p.routine == "mm_bf16_fp8":
+        return None
     block = 16 if p.routine in ("mm_fp4", "mm_bf16_fp4") and p.use_nvfp4 else 32
     return f"--k must be a multiple of {block}, got {p.k}" if p.k % block else None
 
@@ -127,6 +132,12 @@ CASES = (
         _weight_only_sizes,
         lambda f, x: f(x.a, x.b, x.b_descale, x.alpha, x.out_dtype, x.out, x.block_size),
         "gemm_fp4",
+    ),
+    _case(
+        "mm_bf16_fp8",
+        lambda p: sizes_of(p, *_MNK, "bias", out_dtype="out_dtype"),
+        lambda f, x: f(x.a, x.b, x.alpha, bias=x.get("bias"), out=x.out),
+        "gemm_bf16_fp8",
     ),
     _case("mm_mxfp8", _mxfp8_sizes, _call_mm_mxfp8, "gemm"),
     _case("bmm_mxfp8", _mxfp8_sizes, lambda f, x: f(x.A, x.B, x.A_scale, x.B_scale, x.dtype, x.out), "gemm"),

@@ -24,6 +24,12 @@ from fi_core.gemm.router import (
     mm_M1_16_K7168_N896_bf16,
 )
 from fi_core.gemm.segment import SegmentGEMMWrapper
+from fi_core.gemm.weight_only import (
+    mm_bf16_fp8,
+    mm_bf16_fp8_workspace_bytes,
+    mm_fp16_fp8,
+    mm_fp16_fp8_workspace_bytes,
+)
 
 __all__ = [
     "SegmentGEMMWrapper",
@@ -48,6 +54,10 @@ __all__ = [
     "mm_M1_16_K7168_N896_bf16",
     "mm_bf16",
     "mm_bf16_fp4",
+    "mm_bf16_fp8",
+    "mm_bf16_fp8_workspace_bytes",
+    "mm_fp16_fp8",
+    "mm_fp16_fp8_workspace_bytes",
     "mm_fp4",
     "mm_fp8",
     "mm_mxfp8",

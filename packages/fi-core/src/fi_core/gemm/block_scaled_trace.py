@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fi_core.gemm.trace import groups_of, sizes, template, tokens
+from fi_core.observe.describe import with_sizes
 from fi_core.observe.draw import Draw, dtype_of, nbytes
 from fi_core.observe.trace import Scalar, Tensor, Work, options, sized, tensors
 from fi_core.quantization.layout import SfLayout, scale_shape
@@ -37,6 +38,11 @@ def _mm_fp4_reference(a, b, a_descale, b_descale, alpha=None, block_size=16, use
 def _mm_bf16_fp4_reference(a, b, b_descale, alpha=None, block_size=16):  # type: ignore[no-untyped-def]
     out = a.double() @ _scaled_values(b, b_descale, block_size).t()
     return out if alpha is None else out * alpha.double()
+
+
+def _weight_only_reference(a, b, alpha, bias=None):  # type: ignore[no-untyped-def]
+    out = a.double() @ b.double().t() * alpha.double()
+    return out if bias is None else out + bias.double()
 
 
 def _mm_mxfp8_reference(a, b, a_descale, b_descale, use_8x4_sf_layout=False):  # type: ignore[no-untyped-def]
@@ -104,6 +110,13 @@ def _make_mm_bf16_fp4(draw: Draw, s: Any) -> dict[str, Any]:
     found = {"a": tokens(draw, (s.m, s.k), "bfloat16"), "b": _packed(draw, s.n, s.k)}
     found["b_descale"] = _scales(draw, s.n, s.k, s.block_size, SfLayout[f"layout_{s.layout}"])
     return {**found, "alpha": _alpha(draw, s.k), "block_size": s.block_size, "out_dtype": dtype_of(s.out_dtype)}
+
+
+@sized(m=5, n=72, k=144, dtype="bfloat16", out_dtype="bfloat16", bias=False)
+def _make_weight_only(draw: Draw, s: Any) -> dict[str, Any]:
+    found = {"a": tokens(draw, (s.m, s.k), s.dtype), "b": draw.rows(draw.normal((s.n, s.k), "float8_e4m3fn"))}
+    found |= {"alpha": draw.normal((1,), "float32").abs().add_(0.5).mul_(s.k**-0.5), "out_dtype": dtype_of(s.out_dtype)}
+    return {**found, "bias": draw.normal((s.n,), s.out_dtype)} if s.bias else found
 
 
 def _mxfp8(draw: Draw, rows: int, k: int, scale: float) -> Any:
@@ -209,6 +222,25 @@ MM_BF16_FP4 = template(
     ),
     "The product of bf16 tokens and fp4 weights with block scales.",
     work=_work(),
+)
+_WEIGHT_ONLY = {**tensors(a="m k", b="n k", alpha="one"), **tensors({"optional": True, "dtype_from": "a"}, bias="n")}
+MM_BF16_FP8 = template(
+    "mm_bf16_fp8",
+    _WEIGHT_ONLY,
+    "m n",
+    _weight_only_reference,
+    with_sizes(_make_weight_only, ("dtype",), dtype="bfloat16"),
+    (*sizes(_SHAPES), *sizes(_SHAPES[:3], bias=True), *sizes(_SHAPES[:2], out_dtype="float32")),
+    "The product of bf16 tokens and fp8 weights with one scale.",
+)
+MM_FP16_FP8 = template(
+    "mm_fp16_fp8",
+    _WEIGHT_ONLY,
+    "m n",
+    _weight_only_reference,
+    with_sizes(_make_weight_only, ("dtype",), dtype="float16"),
+    (*sizes(_SHAPES[:3]), *sizes(_SHAPES[:2], bias=True)),
+    "The product of fp16 tokens and fp8 weights with one scale.",
 )
 MM_MXFP8 = template(
     "mm_mxfp8",

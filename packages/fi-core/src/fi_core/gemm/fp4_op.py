@@ -1,4 +1,6 @@
-"""Declares gemm_fp4: products of few bf16 tokens and fp4 weights, which become bf16 in registers."""
+"""Declares gemm_fp4 and gemm_bf16_fp8: products of few bf16 tokens and weights of 4 or 8 bits, which become bf16 in
+registers.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,23 @@ class GemmFp4Config(NamedTuple):
     tokens: int  # of a tile
 
 
-def _unit(axes: Values) -> Unit:
-    out, tokens = DTYPES[axes["out"]], axes["tokens"]
-    scales = "Nvfp4Scales" if axes["block"] == 16 else "Mxfp4Scales"
-    body = f"gemm_fp4<{out.device}, fi::{scales}, {tokens}>"
-    entry = Entry(f"gemm_fp4_{tokens}", body, 640, GemmFp4Config(tokens), ctas_per_sm=1)
-    return Unit("fi/gemm/gemm_fp4_sm90.cuh", "GemmFp4Params", (entry,))
+class GemmBf16Fp8Config(NamedTuple):
+    tokens: int  # of a tile
+
+
+def _unit_of(name: str, weights: str, out: str, config: GemmFp4Config | GemmBf16Fp8Config) -> Unit:
+    body = f"gemm_few_bits<{DTYPES[out].device}, fi::{weights}, {config.tokens}>"
+    entry = Entry(f"{name}_{config.tokens}", body, 640, config, ctas_per_sm=1)
+    return Unit("fi/gemm/gemm_few_bits_sm90.cuh", "GemmFewBitsParams", (entry,))
+
+
+def _fp4_unit(axes: Values) -> Unit:
+    weights = "Nvfp4Weights" if axes["block"] == 16 else "Mxfp4Weights"
+    return _unit_of("gemm_fp4", weights, axes["out"], GemmFp4Config(axes["tokens"]))
+
+
+def _fp8_unit(axes: Values) -> Unit:
+    return _unit_of("gemm_bf16_fp8", "E4m3Weights", axes["out"], GemmBf16Fp8Config(axes["tokens"]))
 
 
 GEMM_FP4 = Op(
@@ -48,7 +61,7 @@ GEMM_FP4 = Op(
         Implementation(
             "mma_sm90",
             (*exactly(90), Constraint("alignment", ">=", _COPY_BYTES)),
-            _unit,
+            _fp4_unit,
             axes=lambda v: {**v, "tokens": _TOKENS[v["m"] > _TOKENS[0]]},
         ),
     ),
@@ -56,38 +69,78 @@ GEMM_FP4 = Op(
 )
 gemm_fp4 = operator(GEMM_FP4)
 
-
-# By which op a product of bf16 tokens and fp4 weights is computed; `gemm` takes weights that are dequantized before.
-MULTIPLY_FP4 = Op(
-    name="multiply_fp4",
+GEMM_BF16_FP8 = Op(
+    name="gemm_bf16_fp8",
     family="gemm",
+    arguments="Tensor(a!) out, Tensor a, Tensor b, Tensor? alpha=None, Tensor? bias=None, bool? enable_pdl=None",
     fields={
-        "m": Field(None, 1),
-        "k": Field(None, 32),
+        "out": Field(("f16", "bf16", "f32"), "bf16"),
         "alignment": Field((1, 2, 4, 8, 16), 16),
-        "dims": Field(None, 2),  # of the weights
+        "m": Field(None, _TOKENS[-1]),
     },
+    axes={"out": ("f16", "bf16", "f32"), "tokens": _TOKENS},
+    config=GemmBf16Fp8Config,
+    varies={"m": _TOKENS},
     implementations=(
+        Implementation("cpu", ON_CPU, axes=lambda v: {**v, "tokens": _TOKENS[0]}),
         Implementation(
-            "gemm_fp4",
-            (
-                Rule(("capability",), "a CPU or capability == 90", lambda capability: capability in (0, 90)),
-                Constraint("dims", "==", 2),
-                Constraint("k", "multiple of", 2 * _COPY_BYTES),
-                Constraint("alignment", ">=", _COPY_BYTES),
-            ),
-            preferred=(Constraint("m", "<=", FEW_TOKENS),),
+            "mma_sm90",
+            (*exactly(90), Constraint("alignment", ">=", _COPY_BYTES)),
+            _fp8_unit,
+            axes=lambda v: {**v, "tokens": _TOKENS[v["m"] > _TOKENS[0]]},
         ),
-        Implementation("gemm", ()),
     ),
 )
+gemm_bf16_fp8 = operator(GEMM_BF16_FP8)
 
 
-def streams(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether gemm_fp4 computes the product of bf16 tokens `[m, k]` and packed weights `[n, k / 2]`."""
+def _multiply(name: str, streaming: str, k: int) -> Op:
+    """By which op a product of 16-bit tokens and such weights is computed; `gemm` takes weights that are dequantized
+    before. k: that of a copy of weights.
+    """
+    return Op(
+        name=name,
+        family="gemm",
+        fields={
+            "m": Field(None, 1),
+            "k": Field(None, 32),
+            "alignment": Field((1, 2, 4, 8, 16), 16),
+            "dims": Field(None, 2),  # of the weights
+        },
+        implementations=(
+            Implementation(
+                streaming,
+                (
+                    Rule(("capability",), "a CPU or capability == 90", lambda capability: capability in (0, 90)),
+                    Constraint("dims", "==", 2),
+                    Constraint("k", "multiple of", k),
+                    Constraint("alignment", ">=", _COPY_BYTES),
+                ),
+                preferred=(Constraint("m", "<=", FEW_TOKENS),),
+            ),
+            Implementation("gemm", ()),
+        ),
+    )
+
+
+MULTIPLY_FP4 = _multiply("multiply_fp4", "gemm_fp4", 2 * _COPY_BYTES)
+MULTIPLY_BF16_FP8 = _multiply("multiply_bf16_fp8", "gemm_bf16_fp8", _COPY_BYTES)
+
+
+def _streams(op: Op, a: torch.Tensor, b: torch.Tensor) -> bool:
     low = 1
     if b.stride(-1) == 1:
         low = a.data_ptr() | b.data_ptr() | a.stride(0) * 2 | b.stride(0)
     alignment = min(_COPY_BYTES, low & -low) if low else _COPY_BYTES
     m = min(a.shape[0], FEW_TOKENS + 1)
-    return composition(MULTIPLY_FP4, a.device, m, a.shape[-1], alignment, b.ndim) == "gemm_fp4"
+    return composition(op, a.device, m, a.shape[-1], alignment, b.ndim) != "gemm"
+
+
+def streams(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether gemm_fp4 computes the product of bf16 tokens `[m, k]` and packed weights `[n, k / 2]`."""
+    return _streams(MULTIPLY_FP4, a, b)
+
+
+def streams_fp8(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether gemm_bf16_fp8 computes the product of bf16 tokens `[m, k]` and e4m3 weights `[n, k]`."""
+    return _streams(MULTIPLY_BF16_FP8, a, b)

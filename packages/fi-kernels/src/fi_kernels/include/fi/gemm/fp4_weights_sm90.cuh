@@ -1,16 +1,11 @@
 // fp4 weights in registers: eight e2m1 of a word to pairs of bf16, and the scales of 32 neighbouring weights.
 #pragma once
 #include "fi/cuda/pack.cuh"
+#include "fi/cuda/ptx/bf16.cuh"
 #include "fi/cuda/ptx/fp8.cuh"
 #include "fi/types.h"
 
 namespace fi {
-
-FI_DEVICE unsigned multiply_bf16x2(unsigned a, unsigned b) {
-  unsigned y;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-  return y;
-}
 
 // The eight weights of a word times 2^-126, as pairs of bf16: y[j] has elements j and j + 4.
 // An e2m1 is s e e m. With the sign at bit 15 and e e m at bits 8 to 6 it is a bf16, subnormals included. One
@@ -24,6 +19,19 @@ FI_DEVICE void dequantize_e2m1(unsigned (&y)[4], unsigned word) {
   y[2] = (low & 0x003c003cu) * 0x0410u & kBits;
   y[3] = (low & 0x01c001c0u) | (word & 0x80008000u);
 }
+
+// What both formats have.
+struct Fp4Weights {
+  static constexpr int kBits = 4, kTurn = 2;
+  using Chunk = uint4;  // eight elements of a token
+
+  FI_DEVICE static void dequantize(unsigned (&y)[4], unsigned word) { dequantize_e2m1(y, word); }
+  // Pairs (0, 4), (1, 5), (2, 6), (3, 7).
+  FI_DEVICE static uint4 pairs(const uint4& x) {
+    return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
+                      __byte_perm(x.y, x.w, 0x7632));
+  }
+};
 
 // The two scales of groups of 16 in 32 k, as pairs of bf16 that also remove 2^-126 but for 2^-8.
 struct Nvfp4Factors {
@@ -42,9 +50,10 @@ struct Nvfp4Factors {
   }
 };
 
-struct Nvfp4Scales {
+struct Nvfp4Weights : Fp4Weights {
   static constexpr int kGroup = 16, kTiles = 4;  // tiles of 4 groups of 256 k
-  static constexpr float kFactor = 256.f;        // of sums
+  static constexpr bool kLargeScales = false;
+  static constexpr float kFactor = 256.f;  // of sums
   template <bool>
   using Factors = Nvfp4Factors;
 
@@ -82,8 +91,9 @@ struct Mxfp4Factors {
   }
 };
 
-struct Mxfp4Scales {
+struct Mxfp4Weights : Fp4Weights {
   static constexpr int kGroup = 32, kTiles = 2, kMost = 128;
+  static constexpr bool kLargeScales = true;
   static constexpr float kFactor = 1.f;
   template <bool kAny>
   using Factors = Mxfp4Factors<kAny>;

@@ -1,8 +1,8 @@
-// GEMM of few bf16 tokens and fp4 weights on Hopper: TMA streams weights through shared memory, they become bf16 in
-// registers and meet tokens in mma.sync.
+// GEMM of few bf16 tokens and weights of 4 or 8 bits on Hopper: TMA streams weights through shared memory, they become
+// bf16 in registers and meet tokens in mma.sync.
 //
-// The order of k in a product is free. A stage has 256 k, of which two sets of warps take 128 each. Lane c of the four
-// that share a row of an mma fragment has 32 neighbours: 16 bytes of weights. No weight crosses lanes.
+// The order of k in a product is free. A stage has 128 bytes of weights along k, of which two sets of warps take 64
+// each. Lane c of the four that share a row of an mma fragment has 16 neighbouring bytes. No weight crosses lanes.
 #pragma once
 #include "fi/cuda/convert.cuh"
 #include "fi/cuda/pack.cuh"
@@ -13,7 +13,8 @@
 #include "fi/cuda/swizzle.cuh"
 #include "fi/cuda/warp_roles_sm90.cuh"
 #include "fi/gemm/fp4_weights_sm90.cuh"
-#include "fi/gemm/gemm_fp4.h"
+#include "fi/gemm/fp8_weights_sm90.cuh"
+#include "fi/gemm/gemm_few_bits.h"
 
 namespace fi {
 
@@ -22,20 +23,23 @@ namespace fi {
 //
 // Each of four warps fills every fourth stage, so that the tokens of four stages are on their way. H200, n 28672: with
 // one stage at a time a stage took 0.85 us whatever its size.
-template <class Out, class Scales, int kTokens>
-struct GemmFp4 {
-  static constexpr int kStageK = 256, kConsumers = 16, kProducers = kFp4Loaders, kMaxBlocks = kFp4WarpBlocks,
-                       kMaxStages = 16;
+template <class Out, class Weights, int kTokens>
+struct GemmFewBits {
+  // kOwnK: of a lane that loads tokens. kMmas: of a word of weights.
+  static constexpr int kStageK = 1024 / Weights::kBits, kOwnK = kStageK / 32, kMmas = 8 / Weights::kBits;
+  static constexpr int kConsumers = 16, kProducers = kFewBitsLoaders, kMaxBlocks = kFewBitsWarpBlocks, kMaxStages = 16;
   static constexpr int kTokenTiles = kTokens / 8, kTokenBytes = kTokens * kStageK * 2;
 
-  const GemmFp4Params& p;
+  using Chunk = typename Weights::Chunk;  // of a token, that meets a word of weights
+
+  const GemmFewBitsParams& p;
   char* stages;
   using Stages = Pipeline<kMaxStages, Writer::kThreads, Reader::kLoads>;
   Stages& pipeline;
   int lane, warp, row, token;  // row, token: the first of the CTA
   int weight_bytes, stage_bytes;
 
-  FI_DEVICE GemmFp4(const GemmFp4Params& params, char* memory, Stages& barriers)
+  FI_DEVICE GemmFewBits(const GemmFewBitsParams& params, char* memory, Stages& barriers)
       : p(params), stages(memory), pipeline(barriers) {
     lane = threadIdx.x % 32;
     warp = warp_index();
@@ -44,7 +48,7 @@ struct GemmFp4 {
     row = row_tile * p.blocks * 16;
     token = (blockIdx.x - row_tile * token_tiles) * kTokens;
     weight_bytes = p.blocks * 16 * kSwizzleLineBytes;
-    stage_bytes = weight_bytes + kTokenBytes + p.scale_blocks * Scales::kTiles * 512;
+    stage_bytes = weight_bytes + kTokenBytes + p.scale_blocks * Weights::kTiles * 512;
   }
 
   FI_DEVICE void run() {
@@ -99,7 +103,7 @@ struct GemmFp4 {
   FI_DEVICE void produce(int producer) const {
     const int count = steps();
     PipelineState at{producer, 1};
-    uint4 x[kTokens];
+    Chunk x[kTokens];
     if (producer < count) load_tokens(x, producer * kStageK);
     for (int i = producer; i < count; i += kProducers) {
       pipeline.acquire(at);
@@ -113,39 +117,42 @@ struct GemmFp4 {
     }
   }
 
-  // The weights and scales of 256 k.
+  // The weights and scales of a stage.
   FI_DEVICE void copy(char* stage, Barrier& full, int k) const {
-    const int tile = k / (4 * Scales::kGroup), tiles = min(Scales::kTiles, p.scale_tiles - tile);
-    const int blocks = (min(row + p.blocks * 16, p.n) - 1) / 128 - row / 128 + 1;  // that the rows touch
-    const int64_t block_bytes = static_cast<int64_t>(p.scale_tiles) * 512;
-    const uint8_t* scales = p.scales + row / 128 * block_bytes + tile * 512;
-    char* to = stage + weight_bytes + kTokenBytes;
-    full.arrive_expect(weight_bytes + blocks * tiles * 512);
     const uint64_t policy = p.m > kTokens ? kEvictNormal : kEvictFirst;
-    tma_load_hinted(stage, p.map, full, policy, k / 2, row, 0);
+    if constexpr (Weights::kTiles == 0) {
+      full.arrive_expect(weight_bytes);
+      tma_load_hinted(stage, p.map, full, policy, k * Weights::kBits / 8, row, 0);
+    } else {
+      const int tile = k / (4 * Weights::kGroup), tiles = min(Weights::kTiles, p.scale_tiles - tile);
+      const int blocks = (min(row + p.blocks * 16, p.n) - 1) / 128 - row / 128 + 1;  // that the rows touch
+      const int64_t block_bytes = static_cast<int64_t>(p.scale_tiles) * 512;
+      const uint8_t* scales = p.scales + row / 128 * block_bytes + tile * 512;
+      char* to = stage + weight_bytes + kTokenBytes;
+      full.arrive_expect(weight_bytes + blocks * tiles * 512);
+      tma_load_hinted(stage, p.map, full, policy, k * Weights::kBits / 8, row, 0);
 #pragma unroll 1
-    for (int i = 0; i < blocks; ++i)
-      bulk_load(to + i * Scales::kTiles * 512, scales + i * block_bytes, tiles * 512, full, policy);
+      for (int i = 0; i < blocks; ++i)
+        bulk_load(to + i * Weights::kTiles * 512, scales + i * block_bytes, tiles * 512, full, policy);
+    }
   }
 
-  // Lane l has k 8 l .. 8 l + 7 of every token.
-  FI_DEVICE void load_tokens(uint4 (&x)[kTokens], int k) const {
-    const bool exists = k + lane * 8 < p.k;
-    const auto* from = static_cast<const __nv_bfloat16*>(p.a) + k + lane * 8;
+  // Lane l has k kOwnK l .. kOwnK (l + 1) - 1 of every token.
+  FI_DEVICE void load_tokens(Chunk (&x)[kTokens], int k) const {
+    const bool exists = k + lane * kOwnK < p.k;
+    const auto* from = static_cast<const __nv_bfloat16*>(p.a) + k + lane * kOwnK;
 #pragma unroll
     for (int i = 0; i < kTokens; ++i)
-      x[i] = exists ? *reinterpret_cast<const uint4*>(from + min(token + i, p.m - 1) * p.a_row_stride) : uint4{};
+      x[i] = exists ? *reinterpret_cast<const Chunk*>(from + min(token + i, p.m - 1) * p.a_row_stride) : Chunk{};
   }
-  // Eight k become pairs (0, 4), (1, 5), (2, 6), (3, 7), as [half of k][tile][word][lane that reads it]. The last is
-  // permuted, so that neither side has conflicts of banks.
-  FI_DEVICE void store_tokens(const uint4 (&x)[kTokens], char* to) const {
+  // They become pairs as those of weights, as [half of k][tile][word][lane that reads it]. The last is permuted, so
+  // that neither side has conflicts of banks.
+  FI_DEVICE void store_tokens(const Chunk (&x)[kTokens], char* to) const {
     const int word = lane % 4, half = lane / 16, c = lane / 4 % 4;
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
-      const int place = ((half * kTokenTiles + i / 8) * 4 + word) * 32 + ((i % 8 * 4 + c) ^ (2 * word));
-      *reinterpret_cast<uint4*>(to + place * 16) =
-          make_uint4(__byte_perm(x[i].x, x[i].z, 0x5410), __byte_perm(x[i].x, x[i].z, 0x7632),
-                     __byte_perm(x[i].y, x[i].w, 0x5410), __byte_perm(x[i].y, x[i].w, 0x7632));
+      const int place = ((half * kTokenTiles + i / 8) * 4 + word) * 32 + ((i % 8 * 4 + c) ^ (Weights::kTurn * word));
+      reinterpret_cast<Chunk*>(to)[place] = Weights::pairs(x[i]);
     }
   }
 
@@ -157,18 +164,18 @@ struct GemmFp4 {
     const int set = share.set, first = share.first, count = share.count;
     const int half = set % 2, groups = sets() / 2, chunk = lane % 4 + 4 * half, end = steps();
     const int weight_at = first * 16 * kSwizzleLineBytes + swizzled_offset(line(), chunk);
-    const int token_at = weight_bytes + half * kTokenTiles * 2048;
-    const int scale_lane = weight_bytes + kTokenBytes + line() * 16 + Scales::place(chunk);
+    const int token_at = weight_bytes + half * kTokenTiles * 128 * static_cast<int>(sizeof(Chunk));
+    const int scale_lane = weight_bytes + kTokenBytes + line() * 16 + Weights::place(chunk);
     int scale_at[kMaxBlocks];  // of the rows of each block, the same for all lanes
 #pragma unroll
     for (int i = 0; i < kMaxBlocks; ++i) {
       const int at = row + (first + i) * 16;
-      scale_at[i] = uniform((at / 128 - row / 128) * Scales::kTiles * 512 + at % 32 * 16 + at % 128 / 32 * 4);
+      scale_at[i] = uniform((at / 128 - row / 128) * Weights::kTiles * 512 + at % 32 * 16 + at % 128 / 32 * 4);
     }
     PipelineState at{set / 2, 0};
     for (int i = set / 2; i < end; i += groups) {
       int offset = at.stage * stage_bytes;
-      unsigned mask = Scales::mask((p.k - i * kStageK - chunk * 32) / Scales::kGroup);
+      unsigned mask = Weights::mask((p.k - i * kStageK - chunk * kStageK / 8) / Weights::kGroup);
       // NOTE: values that the compiler does not know are not computed again for each block.
       asm volatile("" : "+r"(offset), "+r"(mask));
       const char* stage = stages + offset;
@@ -186,21 +193,21 @@ struct GemmFp4 {
 
   // Whether a scale of the warp's blocks needs factors of any size.
   FI_DEVICE static bool large_scales(const char* scales, const int (&at)[kMaxBlocks], int count, unsigned mask) {
-    if constexpr (Scales::kGroup == 16) {
+    if constexpr (!Weights::kLargeScales) {
       return false;
     } else {
       unsigned most = 0;
 #pragma unroll
       for (int block = 0; block < kMaxBlocks; ++block)
         if (block < count) most = max(most, max(code(scales + at[block], 0, mask), code(scales + at[block], 8, mask)));
-      return __any_sync(0xffffffffu, most > Scales::kMost);
+      return __any_sync(0xffffffffu, most > Weights::kMost);
     }
   }
   FI_DEVICE static unsigned code(const char* scales, int line, unsigned mask) {
-    return Scales::code(reinterpret_cast<const uint8_t*>(scales) + line * 16, mask);
+    return Weights::code(reinterpret_cast<const uint8_t*>(scales) + line * 16, mask);
   }
 
-  // Adds the products of 16 rows and 128 k of each block.
+  // Adds the products of 16 rows and half of the k of a stage of each block.
   template <bool kAny>
   FI_DEVICE void multiply(float (&sum)[kMaxBlocks][kTokenTiles][4], const char* tokens, const char* weights,
                           const char* scales, const int (&at)[kMaxBlocks], int count, unsigned mask) const {
@@ -219,7 +226,7 @@ struct GemmFp4 {
   FI_DEVICE void multiply_blocks(float (&sum)[kMaxBlocks][kTokenTiles][4], int first, const char* tokens,
                                  const char* weights, const char* scales, const int (&at)[kMaxBlocks],
                                  unsigned mask) const {
-    using Factors = typename Scales::template Factors<kAny>;
+    using Factors = typename Weights::template Factors<kAny>;
     unsigned w[kBlocks][2][4];
     Factors scale[kBlocks][2];
 #pragma unroll
@@ -232,24 +239,25 @@ struct GemmFp4 {
       }
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
-      uint4 x[kTokenTiles];
+      Chunk x[kTokenTiles];
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t)
-        x[t] = *reinterpret_cast<const uint4*>(tokens + (t * 4 + word) * 512 + (lane ^ (2 * word)) * 16);
+        x[t] = reinterpret_cast<const Chunk*>(tokens)[(t * 4 + word) * 32 + (lane ^ (Weights::kTurn * word))];
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
-        unsigned y[2][4];
+        unsigned y[2][2 * kMmas];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          dequantize_e2m1(y[h], w[b][h][word]);
+          Weights::dequantize(y[h], w[b][h][word]);
           scale[b][h].multiply(y[h], word);
         }
-        const unsigned even[4] = {y[0][0], y[1][0], y[0][1], y[1][1]}, odd[4] = {y[0][2], y[1][2], y[0][3], y[1][3]};
 #pragma unroll
-        for (int t = 0; t < kTokenTiles; ++t) {
-          mma_m16n8k16(sum[first + b][t], even, x[t].x, x[t].y, __nv_bfloat16());
-          mma_m16n8k16(sum[first + b][t], odd, x[t].z, x[t].w, __nv_bfloat16());
-        }
+        for (int t = 0; t < kTokenTiles; ++t)
+#pragma unroll
+          for (int i = 0; i < 2 * kMmas; i += 2) {
+            const unsigned of_weights[4] = {y[0][i], y[1][i], y[0][i + 1], y[1][i + 1]};
+            mma_m16n8k16(sum[first + b][t], of_weights, (&x[t].x)[i], (&x[t].x)[i + 1], __nv_bfloat16());
+          }
       }
     }
   }
@@ -272,7 +280,7 @@ struct GemmFp4 {
   FI_DEVICE void add_sums() const {
     const auto* sums = reinterpret_cast<const float*>(stages);
     const int rows = p.blocks * 16, stride = sums_stride();
-    const float factor = Scales::kFactor * (p.alpha ? *p.alpha : 1.f);
+    const float factor = Weights::kFactor * (p.alpha ? *p.alpha : 1.f);
     const int pairs = min(kTokens, p.m - token) * (rows / 2);
     for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
       const int at = i / (rows / 2), pair = i % (rows / 2) * 2, column = row + pair;
@@ -284,6 +292,11 @@ struct GemmFp4 {
       }
       const bool both = column + 1 < p.n;
       x.x *= factor, x.y *= factor;
+      if (p.bias) {
+        const Out* bias = static_cast<const Out*>(p.bias) + column;
+        x.x += to_float(bias[0]);
+        if (both) x.y += to_float(bias[1]);
+      }
       Out* to = static_cast<Out*>(p.out) + (token + at) * p.out_row_stride + column;
       if (p.pairs && both) {
         if constexpr (sizeof(Out) == 2)
@@ -298,9 +311,9 @@ struct GemmFp4 {
   }
 };
 
-template <class Out, class Scales, int kTokens>
-FI_DEVICE void gemm_fp4(const GemmFp4Params& p) {
-  using Kernel = GemmFp4<Out, Scales, kTokens>;
+template <class Out, class Weights, int kTokens>
+FI_DEVICE void gemm_few_bits(const GemmFewBitsParams& p) {
+  using Kernel = GemmFewBits<Out, Weights, kTokens>;
   extern __shared__ uint4 memory[];
   __shared__ typename Kernel::Stages pipeline;
   Kernel(p, reinterpret_cast<char*>(memory) + shared_offset<1024>(memory), pipeline).run();

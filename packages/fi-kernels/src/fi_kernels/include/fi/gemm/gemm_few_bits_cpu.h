@@ -1,5 +1,5 @@
-// GEMM of bf16 tokens and fp4 weights on the CPU: blocks of rows of b become bf16, which holds them exactly, and meet
-// all tokens.
+// GEMM of bf16 tokens and weights of 4 or 8 bits on the CPU: blocks of rows of b become bf16, which holds them exactly,
+// and meet all tokens.
 #pragma once
 
 #include <algorithm>
@@ -8,12 +8,12 @@
 #include "fi/cpu/convert.h"
 #include "fi/cpu/parallel.h"
 #include "fi/gemm/gemm_cpu.h"
-#include "fi/gemm/gemm_fp4.h"
+#include "fi/gemm/gemm_few_bits.h"
 
 namespace fi::cpu {
 
 // One row of b. group: 16 k with e4m3 scales, or 32 with exponents.
-inline void dequantize_fp4_row(const GemmFp4Params& p, int32_t row, int32_t group, bf16_t* to) {
+inline void dequantize_fp4_row(const GemmFewBitsParams& p, int32_t row, int32_t group, bf16_t* to) {
   const uint8_t* codes = p.b + row * p.b_row_stride;
   // The 128x4 layout: tiles of 128 rows by 4 groups, with rows r, r + 32, r + 64, r + 96 beside each other.
   const uint8_t* scales = p.scales + int64_t{row / 128} * p.scale_tiles * 512 + row % 32 * 16 + row % 128 / 32 * 4;
@@ -31,21 +31,23 @@ inline void dequantize_fp4_row(const GemmFp4Params& p, int32_t row, int32_t grou
   }
 }
 
-inline void gemm_fp4(const GemmFp4Params& p, int32_t group, DType out) {
+// dequantize(row, to): makes a row of b bf16.
+template <class Dequantize>
+void gemm_few_bits(const GemmFewBitsParams& p, DType out, const Dequantize& dequantize) {
   constexpr int64_t kRows = 512;  // of b at a time
   const int64_t k = (p.k + 31) / 32 * 32;
   std::vector<bf16_t> weights(static_cast<size_t>(std::min<int64_t>(kRows, p.n) * k));
   for (int64_t first = 0; first < p.n; first += kRows) {
     const int64_t rows = std::min<int64_t>(kRows, p.n - first);
     parallel_for(rows, std::max<int64_t>(1, 16384 / k), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i)
-        dequantize_fp4_row(p, static_cast<int32_t>(first + i), group, weights.data() + i * k);
+      for (int64_t i = begin; i < end; ++i) dequantize(static_cast<int32_t>(first + i), weights.data() + i * k);
     });
     GemmProblem q{};
     q.out = static_cast<char*>(p.out) + first * out.bytes();
     q.a = p.a;
     q.b = weights.data();
     q.a_scale = p.alpha;
+    q.bias = p.bias ? static_cast<const char*>(p.bias) + first * out.bytes() : nullptr;
     q.out_row_stride = p.out_row_stride;
     q.a_row_stride = p.a_row_stride;
     q.b_row_stride = k;
@@ -56,6 +58,17 @@ inline void gemm_fp4(const GemmFp4Params& p, int32_t group, DType out) {
     q.batch = q.matrices = q.a_scale_rows = q.b_scale_rows = 1;
     gemm(q, kBF16, kBF16, out);
   }
+}
+
+inline void gemm_fp4(const GemmFewBitsParams& p, int32_t group, DType out) {
+  gemm_few_bits(p, out, [&](int32_t row, bf16_t* to) { dequantize_fp4_row(p, row, group, to); });
+}
+
+inline void gemm_bf16_fp8(const GemmFewBitsParams& p, DType out) {
+  gemm_few_bits(p, out, [&](int32_t row, bf16_t* to) {
+    const uint8_t* codes = p.b + row * p.b_row_stride;
+    for (int32_t i = 0; i < p.k; ++i) to[i].bits = static_cast<uint16_t>(float_bits(to_float(e4m3_t{codes[i]})) >> 16);
+  });
 }
 
 }  // namespace fi::cpu

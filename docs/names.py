@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 SAME, DIFFERS = "same", "differs"
 _STATES = {
-    "blackwell": "Blackwell only", "fabric": "NVLink multicast", "later": "not yet", "inside": "a part of FlashInfer",
+    "blackwell": "Blackwell only", "fabric": "NVLink multicast", "later": "not yet", "form": "in another form",
+    "inside": "a part of FlashInfer",
 }  # fmt: skip
 
 

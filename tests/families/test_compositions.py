@@ -10,7 +10,7 @@ import torch
 import fi_core
 from families.harness import assert_close, rand
 from families.test_gemm_block_scaled import packed, scales, wide
-from fi_core import comm, fused_moe, gemm
+from fi_core import comm, fused_moe, gemm, topk_varlen
 from fi_core.runtime.errors import BackendSupportedError, UnsupportedError
 
 BF16 = torch.bfloat16
@@ -217,6 +217,49 @@ def test_top_k_varlen(next_n: int, ratio: int, dtype: torch.dtype, device: str) 
         fi_core.top_k_varlen(logits, lens, 8, backend="gvr")
     with pytest.raises(ValueError, match="logits must have shape"):
         fi_core.top_k_varlen(logits, lens, 8, next_n=next_n + 1)
+    assert topk_varlen.release_gvr2_resources("cuda:0") == topk_varlen.release_gvr2_resources(0) == 0
+    with pytest.raises(ValueError, match="device must be a CUDA device, its index or None; got 'cpu'"):
+        topk_varlen.release_gvr2_resources("cpu")
+
+
+def test_sampling_with_a_slab(device: str) -> None:
+    """Tokens are those of top_k_top_p_sampling_from_probs; the slab has the selected ones by falling probability."""
+    probs = torch.rand(4, 3000, generator=torch.Generator().manual_seed(1)).to(device)
+    probs[1, 100:120] = 2.0  # equal ones, by rising index
+    probs /= probs.sum(1, keepdim=True)
+    top_k = torch.tensor([1, 7, 500, 30], dtype=torch.int32, device=device)
+    for k, most in ((top_k, 500), (top_k, None), (20, None)):
+        values, tokens = (torch.full((4, 1024), -5, dtype=d, device=device) for d in (torch.float32, torch.int32))
+        counts, out = (torch.empty(4, dtype=torch.int32, device=device) for _ in range(2))
+        kept = torch.full_like(values, -5)
+        drawn = fi_core.cake_top_k_top_p_sampling_from_probs(
+            probs, k, 0.6, top_k_max=most, philox_seed=3, philox_offset=8, out=out, renorm_out=kept,
+            workspace=(values, tokens, counts),
+        )  # fmt: skip
+        assert drawn is out
+        assert torch.equal(out, fi_core.top_k_top_p_sampling_from_probs(probs, k, 0.6, seed=3, offset=8))
+        assert torch.equal(fi_core.cake_top_k_top_p_sampling_from_probs(probs, k, 0.6, philox_seed=3, philox_offset=8),
+                           out)  # fmt: skip
+        for row, count in enumerate(top_k.tolist() if k is top_k else [20] * 4):
+            order = probs[row].cpu().double().sort(descending=True, stable=True)
+            assert int(counts[row]) == count
+            assert tokens[row, :count].tolist() == order.indices[:count].tolist()
+            best = order.values[:count]
+            assert torch.equal(values[row, :count].cpu(), best.float())
+            inside = best.cumsum(0) - best < 0.6 * best.sum()
+            inside |= best == best[inside][-1]
+            assert_close(kept[row, :count], best * inside / best[inside].sum(), tolerance=FINE)
+            for x in (values, tokens, kept):
+                assert (x[row, count:] == -5).all()
+    for options, error, words in (
+        ({"top_k": 2000}, ValueError, "top_k must be 1 to 1024; got 2000: top_k_top_p_sampling_from_probs takes any"),
+        ({"philox_seed": 3}, ValueError, "philox_seed and philox_offset must be given together; got 3 and None"),
+        ({"probs": probs.half()}, TypeError, "probs must be torch.float32; got torch.float16"),
+        ({"out": out.long()}, ValueError, "out: dtype must be torch.int32, got torch.int64"),
+        ({"probs": probs.mT}, ValueError, "probs must be contiguous"),
+    ):
+        with pytest.raises(error, match=words):
+            fi_core.cake_top_k_top_p_sampling_from_probs(**{"probs": probs, "top_k": 5, "top_p": 0.5, **options})
 
 
 @pytest.mark.parametrize("dtype", HALVES)

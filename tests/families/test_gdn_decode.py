@@ -180,6 +180,13 @@ def test_drafted_tokens_on_bf16_states(device: str) -> None:
     assert_close(gdn_kernels.gated_delta_rule(**one, initial_state_source=pool)[0], expected(x, 0, start[2])[0][:1])
     with pytest.raises(ValueError, match="recovery_steps: 0 is required; got 1; keep states in intermediate_states"):
         gdn_kernels.gated_delta_rule_mtp(**given, initial_state_source=pool, recovery_steps=1)
+    kept.zero_()
+    pool = start.clone()
+    given["initial_state_source"] = pool
+    assert torch.equal(gdn_kernels.gated_delta_rule_mtp_wy_output_only(**given), out)
+    assert torch.equal(pool, start)
+    with pytest.raises(ValueError, match="intermediate_states_buffer: None is required; got a tensor; gdn_kernels"):
+        gdn_kernels.gated_delta_rule_mtp_wy_output_only(**given, intermediate_states_buffer=kept)
 
 
 def test_drafted_tokens_update_the_state_only_if_asked_to(device: str) -> None:

@@ -11,7 +11,7 @@ import torch
 import fi_core
 from families.harness import assert_close, assert_guards, guarded, impls, rand, strided, using
 from families.linear_attention_reference import gated_delta_rule
-from fi_core import gdn_prefill
+from fi_core import gdn_kernels, gdn_prefill
 from fi_core.gdn_decode import gated_delta_rule_decode_pretranspose
 from fi_core.gdn_prefill import _sizes, chunk_gated_delta_rule
 
@@ -206,6 +206,32 @@ def test_extremes(which: str, channel: bool, device: str) -> None:
         out, final = chunk_gated_delta_rule(**x, initial_state=start, output_final_state=True, _cp_chunk_len=segment)
         assert_close(out, want, tolerance=tolerance(device, BF16))
         assert_close(final[0], states[0][-1], tolerance=tolerance(device, BF16, True))
+
+
+def test_the_places_of_hopper(device: str) -> None:
+    """FlashInfer's launchers of sm_90 write outputs, states and checkpoints of `chunk_gated_delta_rule`."""
+    lengths = [130, 0, 64]
+    x = inputs(lengths, device)
+    g, cu_seqlens = x.pop("g"), x.pop("cu_seqlens")
+    start = rand(3, 4, 128, 128, dtype=F32, device=device, seed=9)
+    starts = torch.tensor([0, 2, 2, 3], device=device)
+    options = {"checkpoint_cu_starts": starts, "checkpoint_every_n_tokens": 64}
+    for use_cp, more in ((False, {}), (True, {"cp_chunk_len": 64, "max_seqlen": 130})):
+        kept = [torch.zeros(3, 4, 128, 128, device=device) for _ in range(2)]
+        want, state = chunk_gated_delta_rule(
+            **x, g=g, scale=0.1, initial_state=start, output_final_state=True, cu_seqlens=cu_seqlens, use_cp=use_cp,
+            state_checkpoints=kept[0], _cp_chunk_len=more.get("cp_chunk_len"), **options,
+        )  # fmt: skip
+        run = gdn_kernels.cp_delta_rule_dsl_sm90 if use_cp else gdn_kernels.chunk_gated_delta_rule_sm90
+        initial = {"initial_state" if use_cp else "init_state": start}
+        q, k = (t / (t.float().square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (x["q"], x["k"]))
+        o, final = torch.empty_like(want), torch.empty_like(state)
+        arguments = {"q": q.to(BF16), "k": k.to(BF16), "v": x["v"], "alpha": g, "beta": x["beta"]}
+        assert run(o=o, state=final, **arguments, **initial, cu_seqlens=cu_seqlens, scale=0.1,
+                   state_checkpoints=kept[1], **options, **more) is None  # fmt: skip
+        assert_close(o, want, tolerance=(2e-2, 2e-2))  # q and k are rounded first
+        for own, other in ((final, state), (kept[1], kept[0])):
+            assert_close(own, other, tolerance=(2e-2, 2e-2))
 
 
 def test_decode_continues_prefill(device: str) -> None:

@@ -120,6 +120,10 @@ def calls() -> Iterator[tuple[str, Callable[..., Any], Callable[[], Arguments]]]
         "logits": rand(6, 64, dtype=F32, device="cpu"), "seq_lens": _ints(64, 2, 17), "top_k": 8, "next_n": 2,
         "return_values": True,
     }  # fmt: skip
+    yield "sampling with a slab", fi_core.cake_top_k_top_p_sampling_from_probs, lambda: {
+        "probs": torch.full((3, 64), 1 / 64), "top_k": 8, "top_p": 0.9, "philox_seed": 1, "philox_offset": 0,
+        "renorm_out": torch.zeros(3, 1024),
+    }  # fmt: skip
     yield "scan of chunks", mamba.mamba_chunk_scan_combined_varlen, _scan
     yield "states of rings", mamba.replayssm_materialize, _no_rings
     yield "nvfp4 rows", fi_core.nvfp4_kv_dequantize, lambda: {

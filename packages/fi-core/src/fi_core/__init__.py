@@ -114,6 +114,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "rmsnorm_quant",
     ),
     "sampling": (
+        "cake_top_k_top_p_sampling_from_probs",
         "chain_speculative_sampling",
         "min_p_sampling_from_probs",
         "sample_from_logits",

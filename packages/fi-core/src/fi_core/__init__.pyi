@@ -189,6 +189,7 @@ from fi_core.rope import (
 )
 from fi_core.runtime.invariance import batch_invariant
 from fi_core.sampling import (
+    cake_top_k_top_p_sampling_from_probs,
     chain_speculative_sampling,
     min_p_sampling_from_probs,
     sample_from_logits,
@@ -257,6 +258,7 @@ __all__ = [
     "bmm_bf16",
     "bmm_fp8",
     "bmm_mxfp8",
+    "cake_top_k_top_p_sampling_from_probs",
     "chain_speculative_sampling",
     "chunk_gated_delta_rule",
     "concat_mla_k",

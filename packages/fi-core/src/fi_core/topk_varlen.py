@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["top_k_varlen"]
+__all__ = ["release_gvr2_resources", "top_k_varlen"]
 
 
 @fi_api
@@ -81,3 +81,27 @@ def top_k_varlen(
         return found, None
     values = logits.gather(1, found.long().clamp(min=0)).masked_fill(found < 0, -torch.inf)
     return found, values if out_values is None else out_values.copy_(values)
+
+
+def release_gvr2_resources(device: torch.device | str | int | None = None) -> int:
+    """Frees what the calls of `top_k_varlen` keep on a device: nothing, no call keeps memory.
+
+    Args:
+        device: a CUDA device; None: the current one.
+
+    Returns:
+        0, the bytes that were freed.
+
+    Raises:
+        ValueError: device is no CUDA device.
+    """
+    import torch
+
+    if device is not None and not isinstance(device, int):
+        try:
+            kind = torch.device(device).type
+        except (RuntimeError, TypeError):
+            kind = ""
+        if kind != "cuda":
+            raise ValueError(f"device must be a CUDA device, its index or None; got {device!r}")
+    return 0

@@ -17,6 +17,7 @@ _REASONS = {
     "blackwell": "is not in fi: its kernels are for Blackwell (sm_100 and later)",
     "fabric": "is not in fi: it maps memory of NVLink multicast or of several hosts; here CUDA IPC maps it",
     "later": "is not in fi yet",
+    "form": "is not in fi, which has another form of it",
     "inside": "is not in fi: it is a part of how FlashInfer is built",
 }
 

@@ -9,7 +9,12 @@ from fi_core import gdn_decode
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["gated_delta_rule", "gated_delta_rule_mtp"]
+__all__ = [
+    "gated_delta_rule",
+    "gated_delta_rule_bf16state_cooprow",
+    "gated_delta_rule_bf16state_cooprow_mtp",
+    "gated_delta_rule_mtp",
+]
 
 
 def gated_delta_rule_mtp(
@@ -127,3 +132,7 @@ def gated_delta_rule(
         scale=scale,
         output=output,
     )
+
+
+gated_delta_rule_bf16state_cooprow = gated_delta_rule
+gated_delta_rule_bf16state_cooprow_mtp = gated_delta_rule_mtp

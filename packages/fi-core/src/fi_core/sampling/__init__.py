@@ -47,9 +47,11 @@ from fi_core.sampling.renorm import (
     top_p_renorm_prob,
     top_p_renorm_probs,
 )
+from fi_core.sampling.slab import cake_top_k_top_p_sampling_from_probs
 from fi_core.sampling.speculative import chain_speculative_sampling
 
 __all__ = [
+    "cake_top_k_top_p_sampling_from_probs",
     "chain_speculative_sampling",
     "get_seed_and_offset",
     "min_p_sampling_from_probs",

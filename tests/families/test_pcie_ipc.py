@@ -68,7 +68,10 @@ def _check_refusals(rank: int, world: int, device: torch.device) -> None:
         (lambda: shared.tune([128]), "hiddens must have a size of which max_numel, 64, holds a row"),
         (lambda: workspace(device, 63), "max_numel must be a positive multiple of 8; got 63"),
         (lambda: workspace(device, 64, max_blocks=0), "max_blocks must be positive; got 0"),
-        (lambda: workspace(device, 64, profile="fabric"), "profile must be 'rootcplx', 'pcieswitch' or None"),
+        (
+            lambda: workspace(device, 64, profile="fabric"),
+            "profile must be 'rootcplx', 'rootcplx-noswitch', 'pcieswitch'",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             call()

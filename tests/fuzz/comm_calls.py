@@ -258,6 +258,19 @@ def _over_pcie() -> Call:
     return comm.PcieIpcAllReduceWorkspace.all_reduce, {"self": workspace, "inp": x, "out": torch.empty_like(x)}
 
 
+def _shards(scatter: bool) -> Call:
+    kind = comm.PcieIpcReduceScatterWorkspace if scatter else comm.PcieIpcAllGatherWorkspace
+    workspace, x = kind(dist.group.WORLD, 1024, device=CPU, timeout=20.0), _rows()
+    call = comm.PcieIpcReduceScatterWorkspace.reduce_scatter if scatter else comm.PcieIpcAllGatherWorkspace.all_gather
+    return call, {"self": workspace, "inp": x, "out": torch.empty_like(x)}
+
+
+def _gathered_product() -> Call:
+    return comm.all_gather_matmul, {
+        "inp": _rows(), "w": rand(_rows().shape[1], 16, dtype=BF16, device="cpu"), "group": dist.group.WORLD,
+    }  # fmt: skip
+
+
 def _quantized() -> Call:
     x = _rows()
     return quantized_allreduce.quantized_all_reduce, {
@@ -298,5 +311,7 @@ def _mixed() -> Call:
 
 CALLS_OF_A_GROUP: dict[str, Callable[[], Call]] = {
     "merged attention": _merged_attention, "PCIe": _over_pcie, "quantized": _quantized,
+    "all-gather over PCIe": lambda: _shards(False), "reduce-scatter over PCIe": lambda: _shards(True),
+    "gathered product": _gathered_product,
     "scatter heads": lambda: _ulysses(False), "gather heads": lambda: _ulysses(True), "grid": _handler, "mixed": _mixed,
 }  # fmt: skip

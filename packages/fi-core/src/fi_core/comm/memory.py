@@ -13,7 +13,14 @@ from fi_core.comm.mnnvl import CommBackend, TorchDistBackend
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CudaRTLibrary", "SharedMemory", "bytes_at", "create_shared_buffer", "free_shared_buffer"]
+__all__ = [
+    "CudaRTLibrary",
+    "SharedMemory",
+    "bytes_at",
+    "create_shared_buffer",
+    "free_shared_buffer",
+    "pack_strided_memory",
+]
 
 
 class cudaIpcMemHandle_t(ctypes.Structure):
@@ -93,6 +100,19 @@ class CudaRTLibrary:
         self._call("cudaPointerGetAttributes", attributes, ctypes.c_void_p(pointer))
         return attributes[0], attributes[1]
 
+    def cudaDeviceGetPCIBusId(self, device: int) -> str:
+        """The address of a device on PCI, as "0000:18:00.0"."""
+        text = ctypes.create_string_buffer(32)
+        self._call("cudaDeviceGetPCIBusId", text, ctypes.c_int(32), ctypes.c_int(device))
+        return text.value.decode()
+
+    def cudaDeviceGetP2PAttribute(self, attribute: int, srcDevice: int, dstDevice: int) -> int:
+        """An attribute of the link from a device to another."""
+        value = ctypes.c_int()
+        devices = ctypes.c_int(srcDevice), ctypes.c_int(dstDevice)
+        self._call("cudaDeviceGetP2PAttribute", ctypes.byref(value), ctypes.c_int(attribute), *devices)
+        return value.value
+
     def cudaIpcGetMemHandle(self, devPtr: ctypes.c_void_p) -> cudaIpcMemHandle_t:
         """The name of an allocation in other processes."""
         handle = cudaIpcMemHandle_t()
@@ -128,6 +148,42 @@ def bytes_at(address: int, size: int, device: torch.device) -> torch.Tensor:
     import torch
 
     return torch.as_tensor(_CudaBytes(address, size), device=device)
+
+
+def pack_strided_memory(
+    ptr: int, segment_size: int, segment_stride: int, num_segments: int, dtype: torch.dtype, dev_id: int
+) -> torch.Tensor:
+    """Segments of memory as the rows of a tensor, which the caller keeps.
+
+    Args:
+        ptr: the address of the first segment, a multiple of the bytes of an element.
+        segment_size: bytes of a segment.
+        segment_stride: bytes from the start of a segment to that of the next; at least segment_size.
+        num_segments: how many, 1 or more.
+        dtype: of the elements; segment_size and segment_stride are multiples of its bytes.
+        dev_id: the CUDA device of the memory; -1: the host.
+
+    Returns:
+        `[num_segments, segment_size / bytes of an element]`.
+
+    Raises:
+        ValueError: a number does not fit.
+    """
+    import torch
+
+    width = dtype.itemsize
+    sizes = (("ptr", ptr, 1), ("segment_size", segment_size, 1), ("segment_stride", segment_stride, segment_size))
+    for name, value, least in sizes:
+        if value < least or value % width:
+            raise ValueError(f"{name} must be at least {least} and a multiple of {width}, of {dtype}; got {value}")
+    if num_segments < 1 or dev_id < -1:
+        raise ValueError(f"num_segments must be 1 or more, dev_id -1 or more; got {num_segments} and {dev_id}")
+    size = (num_segments - 1) * segment_stride + segment_size
+    if dev_id >= 0:
+        flat = bytes_at(ptr, size, torch.device("cuda", dev_id))
+    else:
+        flat = torch.frombuffer((ctypes.c_byte * size).from_address(ptr), dtype=torch.uint8)
+    return flat.view(dtype).as_strided((num_segments, segment_size // width), (segment_stride // width, 1))
 
 
 EMPTY = -(2**31)  # kEmpty of fi/comm/workspace.h, as int32

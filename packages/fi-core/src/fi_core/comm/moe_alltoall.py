@@ -10,6 +10,7 @@ from fi_core.comm.moe_exchange import (
     ALIGNMENT,
     MAX_PAYLOADS,
     MoeExchange,
+    check_active_ranks,
     exchange_of,
     exchanges,
     refuse_combine,
@@ -77,14 +78,15 @@ class MoeAlltoAll:
         workspace_size_per_rank: bytes, of `get_moe_workspace_size_per_rank`; None: by hidden_size.
         hidden_size: of 16-bit activations, where workspace_size_per_rank is None.
         mnnvl_config: its comm_backend exchanges the handles; None: torch.distributed's world.
-        eplb_stats_num_experts, enable_rank_mask: must be 0 and False; every rank takes part in each call.
+        eplb_stats_num_experts: must be 0.
+        enable_rank_mask: accepted; every rank takes part in each call.
         backend: "trtllm".
         device: None: the current CUDA device, or the CPU where there is none.
         timeout: seconds that a call waits for another rank before it fails.
 
     Raises:
         ValueError: A size is missing or does not fit.
-        NotImplementedError: eplb_stats_num_experts or enable_rank_mask is set.
+        NotImplementedError: eplb_stats_num_experts is set.
         BackendSupportedError: backend is another.
         RuntimeError: The GPUs cannot access each other.
     """
@@ -108,7 +110,7 @@ class MoeAlltoAll:
         device: torch.device | None = None,
         timeout: float = 300.0,
     ) -> None:
-        refuse_exchange(backend, eplb_stats_num_experts=eplb_stats_num_experts, enable_rank_mask=enable_rank_mask)
+        refuse_exchange(backend, eplb_stats_num_experts=eplb_stats_num_experts)
         if workspace_size_per_rank is None:
             if hidden_size is None:
                 raise ValueError("hidden_size: hidden_size or workspace_size_per_rank is required; got None of both")
@@ -185,7 +187,8 @@ class MoeAlltoAll:
             runtime_max_tokens_per_rank: the most tokens of any rank in this call, equal on all ranks.
             invalid_token_expert_id: what the expert ids of rows are set to that hold no token; None: left as they are.
             expert_id_payload_index: the payload of expert ids, `[tokens, top_k]`, for invalid_token_expert_id.
-            eplb_local_stats, active_rank_mask: must be None.
+            eplb_local_stats: must be None.
+            active_rank_mask: of `moe_a2a_active_rank_mask`, with all ranks; or None.
 
         Returns:
             For each payload `[ep_size, runtime_max_tokens_per_rank, ...]`: the rows from each rank, in the order of its
@@ -194,10 +197,11 @@ class MoeAlltoAll:
 
         Raises:
             ValueError: A shape does not fit, or a dispatch awaits its combine.
-            NotImplementedError: eplb_local_stats or active_rank_mask is given.
+            NotImplementedError: eplb_local_stats is given, or active_rank_mask lacks a rank.
             RuntimeError: An earlier call has failed; the text names the rank.
         """
-        refuse_exchange(eplb_local_stats=eplb_local_stats, active_rank_mask=active_rank_mask)
+        refuse_exchange(eplb_local_stats=eplb_local_stats)
+        check_active_ranks(active_rank_mask, self.ep_size)
         if self.exchange.rows is not None:
             raise ValueError("dispatch: a combine is required after each dispatch")
         if invalid_token_expert_id is not None and expert_id_payload_index is None:
@@ -248,14 +252,15 @@ class MoeAlltoAll:
             output_dtype: must be None or payload's.
             output_scales, output_scalar_scale, sf_layout: must be None, 1 and linear: the output is not quantized.
             output: `[tokens, hidden]`, dtype of payload; allocated if None.
-            use_low_precision, active_rank_mask: must be False and None.
+            use_low_precision: must be False.
+            active_rank_mask: as for `dispatch`.
 
         Returns:
             output.
 
         Raises:
             ValueError: A shape does not fit, or there was no dispatch.
-            NotImplementedError: An option that must be left out is set.
+            NotImplementedError: An option that must be left out is set, or active_rank_mask lacks a rank.
             RuntimeError: An earlier call has failed; the text names the rank.
         """
         refuse_combine(
@@ -263,8 +268,8 @@ class MoeAlltoAll:
             sf_layout,
             output_scales=output_scales,
             use_low_precision=use_low_precision,
-            active_rank_mask=active_rank_mask,
         )
+        check_active_ranks(active_rank_mask, self.ep_size)
         if self.exchange.rows is None:
             raise ValueError("combine: a dispatch is required before each combine")
         _check_dtype(output_dtype, payload)
@@ -349,7 +354,8 @@ def moe_a2a_dispatch(
 
     Args:
         enable_pdl: accepted; the launches do not overlap.
-        eplb_local_stats, enable_rank_mask, active_rank_mask: must be left out.
+        eplb_local_stats: must be left out.
+        enable_rank_mask, active_rank_mask: as for `MoeAlltoAll`.
         backend: "trtllm".
         recv_view_cache: accepted; views are made in each call.
 
@@ -362,9 +368,8 @@ def moe_a2a_dispatch(
         BackendSupportedError: backend is another.
         RuntimeError: An earlier call has failed; the text names the rank.
     """
-    refuse_exchange(
-        backend, eplb_local_stats=eplb_local_stats, enable_rank_mask=enable_rank_mask, active_rank_mask=active_rank_mask
-    )
+    refuse_exchange(backend, eplb_local_stats=eplb_local_stats)
+    check_active_ranks(active_rank_mask, ep_size)
     found = exchange_of(workspace)
     return found.dispatch(token_selected_experts, input_payloads, runtime_max_tokens_per_rank, num_experts)
 
@@ -397,7 +402,7 @@ def moe_a2a_combine(
 
     Args:
         enable_pdl: accepted; the launches do not overlap.
-        enable_rank_mask: must be left out; the other options are those of `MoeAlltoAll.combine`.
+        enable_rank_mask: accepted; the other options are those of `MoeAlltoAll.combine`.
         backend: "trtllm".
 
     Raises:
@@ -412,9 +417,8 @@ def moe_a2a_combine(
         backend,
         output_scales=output_scales,
         use_low_precision=use_low_precision,
-        enable_rank_mask=enable_rank_mask,
-        active_rank_mask=active_rank_mask,
     )
+    check_active_ranks(active_rank_mask, ep_size)
     _check_dtype(output_dtype, payload)
     found = exchange_of(workspace)
     if found.rows is None or found.rows.shape[0] != local_num_tokens:

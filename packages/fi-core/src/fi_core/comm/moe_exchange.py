@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fi_core.comm import ops
 from fi_core.comm.mnnvl import MnnvlConfig, ranks_of
 from fi_core.comm.workspace import MAX_WORLD, CommWorkspace, check_backend, find_by_address
 from fi_core.quantization.layout import SfLayout
-from fi_core.runtime.errors import refuse
+from fi_core.runtime.errors import refuse, unsupported
 from fi_core.utils import round_up
 
 if TYPE_CHECKING:
@@ -22,14 +23,50 @@ MAX_PAYLOADS = 4
 def refuse_exchange(backend: str = "trtllm", **options: Any) -> None:
     """Refuses what a dispatch, and the workspace that it needs, does not have."""
     check_backend(backend)
-    refuse("leave it out: every rank takes part, and statistics of load are the caller's to gather", **options)
+    refuse("leave it out: statistics of load are the caller's to gather", **options)
+
+
+def moe_a2a_active_rank_mask(active_ranks: Sequence[int] | torch.Tensor, ep_size: int) -> torch.Tensor:
+    """The `active_rank_mask` of `moe_a2a_dispatch` and `moe_a2a_combine`, which takes masks of all ranks here.
+
+    Args:
+        active_ranks: the ranks that take part.
+        ep_size: ranks of the group, 1 to 64.
+
+    Returns:
+        `[1]`, uint64, on the CPU: bit i is set for each rank i that takes part.
+
+    Raises:
+        ValueError: a rank is not in 0 to ep_size - 1, or ep_size is out of its range.
+    """
+    import torch
+
+    ranks = [int(rank) for rank in active_ranks]
+    if not 1 <= ep_size <= 64 or any(not 0 <= rank < ep_size for rank in ranks):
+        raise ValueError(f"active_ranks must be 0 to ep_size - 1, ep_size 1 to 64; got {ranks} and {ep_size}")
+    return torch.tensor([sum(1 << rank for rank in set(ranks))], dtype=torch.uint64)
+
+
+def check_active_ranks(active_rank_mask: torch.Tensor | None, ep_size: int) -> None:
+    """Refuses a mask without one of the ranks: memory of all of them takes part in an exchange."""
+    if active_rank_mask is None:
+        return
+    if str(active_rank_mask.dtype) != "torch.uint64" or active_rank_mask.numel() != 1 or not active_rank_mask.is_cpu:
+        raise ValueError(
+            f"active_rank_mask must be uint64 [1] on the CPU, of moe_a2a_active_rank_mask; got "
+            f"{active_rank_mask.dtype} {list(active_rank_mask.shape)} on {active_rank_mask.device}"
+        )
+    mask = int(active_rank_mask.item())
+    missing = [rank for rank in range(ep_size) if not mask >> rank & 1]
+    if missing:
+        raise unsupported("active_rank_mask", f"a mask without ranks {missing}", "make a group of the ranks that run")
 
 
 def refuse_combine(output_scalar_scale: float, sf_layout: SfLayout, backend: str = "trtllm", **options: Any) -> None:
-    """Refuses what a combine does not have: output in another format than the payload's, and absent ranks."""
+    """Refuses what a combine does not have: output in another format than the payload's."""
     check_backend(backend)
     refuse(
-        "leave it out: results travel and return in the payload's dtype, from every rank; quantize them afterwards",
+        "leave it out: results travel and return in the payload's dtype; quantize them afterwards",
         output_scalar_scale=None if output_scalar_scale == 1.0 else output_scalar_scale,
         sf_layout=None if sf_layout is SfLayout.layout_linear else sf_layout,
         **options,

@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from fi_core.comm.dcp_alltoall import AllToAllWorkspace
 from fi_core.comm.mnnvl import TorchDistBackend
 from fi_core.comm.ulysses_head_chunk import merge_ulysses_output_head_chunk, pack_ulysses_qkv_head_chunk
+from fi_core.comm.ulysses_topology import ULYSSES_BACKENDS, Backend, UlyssesBackendDecision, UlyssesBackendError
 from fi_core.comm.workspace import device_of
 from fi_core.observe.log import fi_api
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["UlyssesBackendDecision", "UlyssesBackendError", "UlyssesCommunicator", "UlyssesWorkspace"]
+__all__ = ["UlyssesCommunicator", "UlyssesWorkspace"]
 
 _ROW_BYTES = 16  # rows of an exchange over shared memory are multiples of it
-Backend = Literal["nvlink", "nccl"]
-
-
-class UlyssesBackendError(RuntimeError):
-    """backend="nvlink" is asked for where the ranks do not share memory."""
-
-
-@dataclass(frozen=True)
-class UlyssesBackendDecision:
-    """The backend of a communicator, and why.
-
-    Args:
-        backend: "nvlink" (memory that the ranks share) or "nccl" (`all_to_all_single` of the group).
-        reason: in words.
-    """
-
-    backend: Backend
-    reason: str
 
 
 def _check_sizes(max_elems: int, dtype: torch.dtype) -> None:
@@ -113,7 +95,7 @@ class UlyssesCommunicator:
         device: torch.device | None = None,
     ) -> None:
         _check_sizes(max_elems, dtype)
-        if backend not in ("auto", "nvlink", "nccl"):
+        if backend not in ULYSSES_BACKENDS:
             raise ValueError(f"backend must be 'auto', 'nvlink' or 'nccl'; got {backend!r}")
         ranks = TorchDistBackend(group)
         self.group, self.rank, self.world_size = group, ranks.Get_rank(), ranks.Get_size()

@@ -199,6 +199,11 @@ def test_a_configuration_is_the_model_of_its_name(name: str) -> None:
     assert model_of(CONFIGS[name]) == MODELS[name]
 
 
+def test_vllms_name_of_gpt_oss_weights() -> None:
+    given = CONFIGS["gpt-oss-20b"] | {"quantization_config": {"quant_method": "gpt_oss_mxfp4"}}
+    assert model_of(given) == MODELS["gpt-oss-20b"]
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

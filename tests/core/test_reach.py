@@ -12,11 +12,14 @@ import torch
 
 from fi_core import fused_moe
 from fi_core.autotuner import autotune
-from fi_core.registry import load, operator
+from fi_core.compat import begun as begun_module
+from fi_core.compat.begun import load_begun
+from fi_core.registry import load, loaded_kernels, operator
 from fi_core.runtime import resolve
 from fi_core.runtime.dispatch import Request, choose
 from fi_core.runtime.launch import operator as operators
 from fi_core.runtime.launch import reach
+from fi_core.runtime.launch.kernel import Kernel
 from fi_core.runtime.launch.operator import Rehearsal
 from fi_core.runtime.launch.plan import AtOnce
 from fi_core.runtime.spec.op import Spec
@@ -33,6 +36,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[Spec]:
     found: list[Spec] = []
     monkeypatch.setattr(reach, "begin", found.append)
     monkeypatch.setattr(operators, "begin", found.append)
+    monkeypatch.setattr(begun_module, "begun", found)
     return found
 
 
@@ -65,7 +69,7 @@ def test_a_decode_begins_the_prefill_of_its_layer(begun: list[Spec]) -> None:
 
 def layer(tokens: int, form: str) -> tuple[Any, dict[str, Any]]:
     """A public function of a layer and the arguments of a call, whose contents nothing reads."""
-    experts, top_k, hidden, inter = 32, 4, 256, 128
+    experts, top_k, hidden, inter = 128, 8, 2048, 768
     up, down = (experts, 2 * inter, hidden), (experts, hidden, inter)
     if form.startswith("cutlass"):
         given: dict[str, Any] = {
@@ -84,33 +88,74 @@ def layer(tokens: int, form: str) -> tuple[Any, dict[str, Any]]:
         "routing_logits": torch.empty(tokens, experts), "routing_bias": None,
         "hidden_states": torch.empty(tokens, hidden, dtype=FP8),
         "hidden_states_scale": torch.empty(hidden // 128, tokens),
-        "gemm1_weights": torch.empty(up, dtype=FP8), "gemm1_weights_scale": torch.empty(experts, 2, 2),
-        "gemm2_weights": torch.empty(down, dtype=FP8), "gemm2_weights_scale": torch.empty(experts, 2, 1),
+        "gemm1_weights": torch.empty(up, dtype=FP8), "gemm1_weights_scale": torch.empty(experts, 12, 16),
+        "gemm2_weights": torch.empty(down, dtype=FP8), "gemm2_weights_scale": torch.empty(experts, 16, 6),
         "num_experts": experts, "top_k": top_k, "n_group": None, "topk_group": None, "intermediate_size": inter,
         "local_expert_offset": 0, "local_num_experts": experts, "routed_scaling_factor": None,
         "routing_method_type": 1,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["cutlass bf16", "cutlass fp8", "trtllm fp8"])
-def test_a_layer_of_experts_with_any_number_of_tokens(begun: list[Spec], form: str) -> None:
-    """One call of 64 tokens begins the kernels of all ways to compute the layer on Hopper."""
+COUNTS = (1, 2, 3, 5, 8, 13, 31, 64, 100, 180, 240, 300, 390, 500, 700, 1000, 3000, 8192)
+FORMS = pytest.mark.parametrize("form", ["cutlass bf16", "cutlass fp8", "trtllm fp8"])
+
+
+def needed(form: str, tokens: int) -> set[Spec]:
+    """The kernels of a call of a layer on Hopper."""
+    with Rehearsal(*MACHINE) as rehearsal:
+        one, given = layer(tokens, form)
+        one.__wrapped__.__wrapped__(AtOnce(torch.device("cpu")), **given)
+    return {choice.spec for choice, _ in rehearsal.calls if not choice.spec.op.is_composite}
+
+
+@FORMS
+def test_a_layer_of_experts_with_any_number_of_tokens(
+    begun: list[Spec], form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call of 64 tokens begins the kernels of all ways to compute the layer on Hopper, and they are loaded before
+    an engine serves.
+    """
+    monkeypatch.setattr(operators, "_target_of", lambda device: HOPPER)
+    bound: list[Spec] = []
+    monkeypatch.setattr(operators, "bind", lambda spec, device: bound.append(spec) or Kernel(None, spec.name, {}, None))
+    for known in operators.operators().values():
+        monkeypatch.setattr(known, "kernels", {})
     function, given = layer(64, form)
     call = inspect.signature(function).bind(**given)
     call.apply_defaults()
-    with Rehearsal(*MACHINE):
-        function.__wrapped__.begin_other_counts(torch.device("cpu"), call.arguments)
-        first = len(begun)
-        function.__wrapped__.begin_other_counts(torch.device("cpu"), call.arguments)
+    device = torch.device("cuda", 0)
+    function.__wrapped__.begin_other_counts(device, call.arguments)
+    first = len(begun)
+    function.__wrapped__.begin_other_counts(device, call.arguments)
     assert first and len(begun) == first  # once for a layer
-    for tokens in (1, 2, 3, 5, 8, 13, 31, 64, 100, 200, 300, 390, 1000, 3000, 8192):
-        with Rehearsal(*MACHINE) as rehearsal:
-            one, given = layer(tokens, form)
-            one.__wrapped__.__wrapped__(AtOnce(torch.device("cpu")), **given)
-        needed = {choice.spec for choice, _ in rehearsal.calls if not choice.spec.op.is_composite}
-        products = {spec for spec in needed if spec.op.name == "gemm"}  # for which the op itself begins all sizes
-        assert needed - products <= {*begun}, tokens
-        assert not products or any(spec.op.name == "gemm" for spec in begun)
+    load_begun(device)
+    assert not begun and len(bound) == len({*bound})
+    assert {*loaded_kernels()} == {spec.name for spec in bound}
+    for tokens in COUNTS:
+        assert needed(form, tokens) <= {*bound}, tokens
+
+
+@pytest.mark.gpu
+@FORMS
+def test_no_kernel_is_loaded_after_autotune(form: str) -> None:
+    """An engine's requests of any length wait for no compiler and no driver."""
+
+    def call(tokens: int) -> None:
+        function, given = layer(tokens, form)
+        given = {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+        if "quant_scales" in given:
+            given["quant_scales"] = [x.cuda() for x in given["quant_scales"]]
+        for name, x in given.items():
+            if isinstance(x, torch.Tensor):
+                given[name] = torch.zeros_like(x)
+        function(**given)
+
+    with autotune():
+        call(64)
+    before = loaded_kernels()
+    for tokens in COUNTS:
+        call(tokens)
+    assert loaded_kernels().keys() == before.keys()
 
 
 @pytest.fixture

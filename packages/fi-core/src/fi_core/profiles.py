@@ -181,7 +181,7 @@ def _weights(config: Any, has_experts: bool) -> str:
     if config is None:
         return ""
     method, algorithm = str(_setting(config, "quant_method")), str(_setting(config, "quant_algo"))
-    if method == "mxfp4":
+    if method in ("mxfp4", "gpt_oss_mxfp4"):  # the latter in vLLM
         return "mxfp4"
     if method == "fp8" and _setting(config, "weight_block_size"):
         return "e4m3"

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fi_core.runtime.resolve import wait_for_begun
+from fi_core.compat.begun import load_begun
 
 Shapes = tuple[tuple[int, ...], ...]
 Buckets = tuple[int, ...]
@@ -450,14 +450,15 @@ def autotune(
 ) -> Iterator[None]:
     """Context manager in which FlashInfer measures tactics; fi compiles, and controls how tables are looked up.
 
-    An engine calls its model once inside. The first call of a layer begins to compile all kernels that the layer
-    reaches, with any number of tokens, and the context ends when they are compiled: no later call waits for them.
+    An engine calls its model once inside, or before. The first call of a layer begins to compile all kernels that the
+    layer reaches, with any number of tokens, and the context ends when they are compiled and loaded: no later call
+    waits for a compiler or the driver. Do not leave it while a CUDA graph is captured.
 
     Contexts nest per thread: the inner one overrides the outer one, and names in skip_ops accumulate. Results do not
     depend on any of the arguments.
 
     Args:
-        tune_mode: whether the exit waits for compilers, and the table is written to `cache`.
+        tune_mode: whether the exit waits for compilers and loads, and the table is written to `cache`.
         cache: table file. It is loaded at entry if it exists. It is neither used nor written if it belongs to another
             GPU or version.
         tuning_buckets: replaces the buckets of dynamic dimensions.
@@ -490,6 +491,6 @@ def autotune(
     finally:
         tuner._scopes.current = outer
         if tune_mode:
-            wait_for_begun()
+            load_begun()
         if tune_mode and cache is not None and usable:
             tuner.save_configs(cache)

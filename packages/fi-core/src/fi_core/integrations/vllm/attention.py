@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import get_per_layer_parameters
 
+from fi_core.autotuner import autotune
 from fi_core.decode import BlockTablesPlan, trtllm_batch_decode_with_kv_cache
 from fi_core.integrations.vllm.prepare import FP8, begin_to_compile
 from fi_core.prefill import ContextTablesPlan, trtllm_batch_context_with_kv_cache
@@ -140,11 +141,12 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         cache_dtype = vllm_config.cache_config.cache_dtype
         self.kv_dtype = _fp8(cache_dtype) if cache_dtype in FP8 else kv_cache_spec.dtype
         self.of_layer = *self.heads, self.q_dtype, self.kv_dtype
-        for soft_cap in soft_caps:
-            self._load(device, soft_cap)
+        with autotune():
+            for soft_cap in soft_caps:
+                self._load(device, soft_cap)
 
     def _load(self, device: torch.device, soft_cap: float) -> None:
-        """Attends to one token of zeros: no kernel is compiled while the engine serves."""
+        """Attends to one token of zeros: no kernel is compiled or loaded while the engine serves."""
         import torch
 
         heads, kv_heads, head_size, block_size = self.heads

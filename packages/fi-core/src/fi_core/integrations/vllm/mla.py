@@ -15,6 +15,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
+from fi_core.autotuner import autotune
 from fi_core.integrations.vllm.prepare import FP8, begin_to_compile
 from fi_core.mla import BatchMLAPagedAttentionWrapper
 
@@ -84,10 +85,11 @@ class Builder(MLACommonMetadataBuilder):  # type: ignore[misc]
         self.of_layer = heads, _LATENT, _ROPE, kv_cache_spec.block_size, True, impl.scale, q_dtype, kv_dtype
         self.requests = torch.arange(vllm_config.scheduler_config.max_num_seqs + 1, dtype=torch.int32, device=device)
         self.offsets: dict[int, torch.Tensor] = {}
-        self._load(device, heads, q_dtype, kv_dtype)
+        with autotune():
+            self._load(device, heads, q_dtype, kv_dtype)
 
     def _load(self, device: torch.device, heads: int, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-        """Attends to zeros, for few and for many rows: no kernel is compiled while the engine serves."""
+        """Attends to zeros, for few and for many rows: no kernel is compiled or loaded while the engine serves."""
         import torch
 
         cache = torch.zeros(1, self.of_layer[3], _LATENT + _ROPE, device=device).to(kv_dtype)

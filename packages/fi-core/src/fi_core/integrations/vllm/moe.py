@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Stat
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
+from fi_core.autotuner import autotune
 from fi_core.fused_moe import ActivationType, cutlass_fused_moe
 from fi_core.integrations.vllm.prepare import begin_to_compile
 
@@ -42,7 +44,7 @@ class Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         super().__init__(moe_config, quant_config)
-        parallel = moe_config.moe_parallel_config
+        parallel, self.is_tuned = moe_config.moe_parallel_config, False
         is_mxfp4 = self.weight_quant_dtype == "mxfp4"
         self.options: dict[str, Any] = {
             "quant_scales": [self.w1_scale, self.w2_scale] if is_mxfp4 else None,
@@ -130,18 +132,21 @@ class Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         """Writes `[tokens, hidden]`, the weighted sums of the experts of this rank."""
         if expert_map is not None:  # the number of an expert here, -1 for those of other ranks
             topk_ids = expert_map[topk_ids]
-        cutlass_fused_moe(
-            hidden_states,
-            topk_ids,
-            None if apply_router_weight_on_input else topk_weights,
-            w1,
-            w2,
-            output.dtype,
-            ep_size=max(1, global_num_experts // len(w1)),
-            output=output,
-            activation_type=_ACTIVATIONS[activation],
-            **self.options,
-        )
+        # The first call measures the memory of a step. Behind it every kernel of the layer is loaded.
+        with contextlib.nullcontext() if self.is_tuned else autotune():
+            cutlass_fused_moe(
+                hidden_states,
+                topk_ids,
+                None if apply_router_weight_on_input else topk_weights,
+                w1,
+                w2,
+                output.dtype,
+                ep_size=max(1, global_num_experts // len(w1)),
+                output=output,
+                activation_type=_ACTIVATIONS[activation],
+                **self.options,
+            )
+        self.is_tuned = True
 
 
 def reason_against(moe: Any, weight_key: Any = None, activation_key: Any = None) -> str | None:

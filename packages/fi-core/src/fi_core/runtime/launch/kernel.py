@@ -21,6 +21,7 @@ from fi_core.runtime.spec.op import Entry, Op, Spec
 _modules: dict[Any, Any] = {}  # loaded host modules by path: one per op and device kind
 _ATTEMPTS = 5  # to open what was built, while other processes clear the store
 _open_files: list[int] = []  # descriptors of their files
+begun: list[Spec] = []  # by `begin`, for `fi_core.ahead.load_begun`
 
 
 _LAUNCH = re.compile(r"(.+): grid (\d+) x (\d+) x (\d+), (\d+) threads, (\d+) B shared, clusters of (\d+)(, pdl)?.*")
@@ -78,9 +79,8 @@ class Kernel(NamedTuple):
 def load_module(found: Found) -> Any:
     """The tvm-ffi module of a host artifact, loaded once, through the open file whose content was verified.
 
-    tvm_ffi.load_module takes paths that end in .so; the function below it takes a path and a format. The file stays
-    open: its path names the library for debuggers, and a second library under the same name would be taken for the
-    first, so no number is used twice.
+    tvm_ffi.load_module takes paths that end in .so; the function below it takes a format. The file stays open: its path
+    names the library for debuggers, and a second one of that name would be taken for it, so no number is used twice.
     """
     if found.path not in _modules:
         import tvm_ffi
@@ -167,6 +167,7 @@ def begin(spec: Spec) -> None:
     """Begins to compile, on other threads, the files of a spec that are not there. `bind` waits for them."""
     if spec.target.kind == "cpu" or spec.unit() is not None:
         start(sources.artifacts(spec))
+        begun.append(spec)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from fi_core.runtime.resolve.checks import checks_signs
 from fi_core.runtime.signature import define
 from fi_core.runtime.spec.arguments import REQUIRED, Argument
 from fi_core.runtime.spec.dtype import short_name
-from fi_core.runtime.spec.op import Op
+from fi_core.runtime.spec.op import Op, Spec
 from fi_core.runtime.spec.target import CPU, Target, cuda_target
 
 _MOST_REQUESTS = 4096  # that a host module keeps
@@ -153,7 +153,7 @@ class Operator:
         """Computes the launches of a call, which does not run."""
         choice = choose(self._request(self.request(device, *values), device)[0])
         is_cuda = choice.request.target.kind == "cuda"
-        done = self._kernel(choice, device).run(*values) if is_cuda else ()
+        done = self.kernel(choice.spec, device).run(*values) if is_cuda else ()
         _rehearsals[-1].calls.append((choice, done))
         return choice
 
@@ -171,14 +171,14 @@ class Operator:
         named = self._forced or list(self._backends)[words[1]]
         return Request(self.op, target_of(device), values, named, bool(words[2])), words
 
-    def _kernel(self, choice: Choice, device: Any) -> Kernel:
-        """The kernel of a choice, which is compiled and loaded if necessary."""
+    def kernel(self, spec: Spec, device: Any) -> Kernel:
+        """The kernel of a spec, which is compiled and loaded if necessary."""
         shown = _rehearsals[-1] if _rehearsals else None
-        key = choice.spec, device.index, shown and (shown.multiprocessors, shown.shared_limit)
+        key = spec, device.index, shown and (shown.multiprocessors, shown.shared_limit)
         with self._lock:
             if key not in self.kernels:
                 limits = (shown.multiprocessors, shown.shared_limit) if shown else ()
-                self.kernels[key] = rehearse(choice.spec, *limits) if limits else bind(choice.spec, device.index or 0)
+                self.kernels[key] = rehearse(spec, *limits) if limits else bind(spec, device.index or 0)
             return self.kernels[key]
 
     def request(self, device: Any, *values: Any) -> str:
@@ -198,7 +198,7 @@ class Operator:
         choice = choose(request)
         if found not in self._learned:
             begin_reached(request, {name: known.op for name, known in _operators.items()})
-        lesson = [self._number(choice), self._kernel(choice, device).bound, *words]
+        lesson = [self._number(choice), self.kernel(choice.spec, device).bound, *words]
         with self._lock:  # a thread that finds it learned calls at once
             if found not in self._learned:
                 if len(self._learned) >= _MOST_REQUESTS:

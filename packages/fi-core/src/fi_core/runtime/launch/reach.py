@@ -11,9 +11,8 @@ from fi_core.runtime.errors import UnsupportedError
 from fi_core.runtime.launch.kernel import begin
 from fi_core.runtime.spec.op import Op, Spec
 
-# By powers of two every way to compute a layer is met: each serves a range of tokens whose ends differ by a factor of
-# two or more.
-TOKEN_COUNTS = tuple(1 << n for n in range(14))
+# Each way to compute a layer is met: it serves a range of tokens whose ends differ by a factor of 1.45 or more.
+TOKEN_COUNTS = tuple(sorted({round(2 ** (n / 2)) for n in range(27)}))
 
 
 def reached(request: Request, known: Mapping[str, Op]) -> Iterator[Spec]:

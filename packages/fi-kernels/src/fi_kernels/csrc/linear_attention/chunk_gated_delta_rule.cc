@@ -4,18 +4,12 @@
 #include "fi/linear_attention/chunk_gated_delta_rule.h"
 
 #include "fi/generated/chunk_gated_delta_rule.h"
-#include "fi/linear_attention/contract.h"
-
-#if !FI_CUDA
-#include "fi/linear_attention/recurrence_cpu.h"
-#endif
+#include "fi/linear_attention/chunk_contract.h"
 
 namespace fi {
 namespace {
 
 #if !FI_CUDA
-DType dtype_of(NumberType type) { return type == NumberType::kF32 ? kF32 : type == NumberType::kF16 ? kF16 : kBF16; }
-
 void run_cpu(const ChunkGatedDeltaRuleParams& p, DType dtype) {
   const cpu::LoadRow load = cpu::row_loader(dtype);
   const cpu::StoreRow store = cpu::row_storer(dtype);
@@ -28,20 +22,8 @@ void run_cpu(const ChunkGatedDeltaRuleParams& p, DType dtype) {
     const auto row_of = [&](const void* base, const int64_t* strides, int64_t t, int64_t head) {
       return static_cast<char*>(const_cast<void*>(base)) + (t * strides[0] + head * strides[1]) * bytes;
     };
-    const auto move = [&](const ChunkStatesView& view, int64_t row, bool stores) {
-      const cpu::StateRows rows{dtype_of(view.type), dim_v, dim_k, view.strides[2], 1};
-      char* at = static_cast<char*>(view.data) + (row * view.strides[0] + h * view.strides[1]) * rows.dtype.bytes();
-      if (stores) {
-        rows.store(state, at);
-      } else {
-        rows.load(at, state);
-      }
-    };
-    if (p.initial.data && slot >= 0) {
-      move(p.initial, slot, false);
-    } else {
-      std::fill_n(state, dim_v * dim_k, 0.f);
-    }
+    const ChunkState own{state, h, dim_v, dim_k};
+    own.begin(p.initial, slot);
     for (int64_t t = first; t < end; ++t) {
       load(row_of(p.q, p.q_strides, t, h / p.q_group.value), q, dim_k);
       load(row_of(p.k, p.k_strides, t, h / p.k_group.value), k, dim_k);
@@ -59,19 +41,12 @@ void run_cpu(const ChunkGatedDeltaRuleParams& p, DType dtype) {
       store(out, row_of(p.out, p.out_strides, t, h), dim_v);
       const int64_t done = t + 1 - first;
       if (p.checkpoint_tokens.value && done % p.checkpoint_tokens.value == 0)
-        move(p.checkpoints, p.checkpoint_starts.at(i) + done / p.checkpoint_tokens.value - 1, true);
+        own.store(p.checkpoints, p.checkpoint_starts.at(i) + done / p.checkpoint_tokens.value - 1);
     }
-    if (const int64_t to = p.output_slot(i); p.output.data && to >= 0) move(p.output, to, true);
+    if (const int64_t to = p.output_slot(i); p.output.data && to >= 0) own.store(p.output, to);
   });
 }
 #endif
-
-// The states of an argument; `rows` is bound by the first that is given.
-ChunkStatesView states_of(const OptionalTensor& t, const Tensor& q, Dim& rows, Dim& heads, Dim& dim_v, Dim& dim_k) {
-  if (!t) return {};
-  t.is({kF32, kBF16, kF16}).on(q).inner_contiguous().shape(rows, heads, dim_v, dim_k);
-  return {t.data(), numbers_of(t).type, {t.stride(0), t.stride(1), t.stride(2)}};
-}
 
 const float* gates_of(const OptionalTensor& t, const Tensor& q, Dim& tokens, Dim& heads, int64_t (&strides)[2]) {
   if (!t) return nullptr;
@@ -92,19 +67,6 @@ void check_checkpoints(const Integers& offsets, const Integers& starts, int64_t 
 }
 
 #if FI_CUDA
-// Describes q, k or v for TMA, which takes no strides of 0: whether it can.
-bool describe(const Kernel& kernel, TensorMap& map, const Tensor& t) {
-  const int64_t bytes = t.dtype().bytes(), tokens = t.size(0), heads = t.size(1), limit = int64_t{1} << 40;
-  const auto stride_of = [&](int axis) { return t.size(axis) > 1 ? t.stride(axis) * bytes : 128; };
-  if (stride_of(0) <= 0 || stride_of(1) <= 0 || stride_of(0) >= limit || stride_of(1) >= limit) return false;
-  const uint64_t sizes[] = {static_cast<uint64_t>(t.size(2)), static_cast<uint64_t>(heads),
-                            static_cast<uint64_t>(tokens)};
-  const uint64_t strides[] = {static_cast<uint64_t>(stride_of(1)), static_cast<uint64_t>(stride_of(0))};
-  const uint32_t box[] = {64, 1, kChunkTokens};
-  kernel.describe(map, bytes, 3, const_cast<void*>(t.data()), sizes, strides, box);
-  return true;
-}
-
 enum Step : int64_t { kPrepare, kMap, kCarry, kStates };  // of ChunkConfig
 
 const Entry& entry_of(const Kernel& kernel, int64_t step) {
@@ -220,34 +182,18 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
 
   // 3 launch
 #if FI_CUDA
-  for (const Tensor& t : {a.q, a.k, a.v})
-    FI_CHECK(t.row_alignment(16) == 16, ValueError,
-             "%s must have rows that are 16-byte aligned; got address %p, strides %lld and %lld: call "
-             ".contiguous() on a copy",
-             t.name(), t.data(), static_cast<long long>(t.stride(0)), static_cast<long long>(t.stride(1)));
-  FI_CHECK(!p.channel_gates || a.g.row_alignment(16) == 16, ValueError,
-           "g must have rows that are 16-byte aligned; got address %p, strides %lld and %lld: call "
-           ".contiguous() on a copy",
-           a.g.data(), static_cast<long long>(a.g.stride(0)), static_cast<long long>(a.g.stride(1)));
-  FI_CHECK(a.out.row_alignment(4) == 4, ValueError,
-           "out must have rows that lie at multiples of 4 bytes; got address %p, strides %lld and %lld", a.out.data(),
-           static_cast<long long>(a.out.stride(0)), static_cast<long long>(a.out.stride(1)));
+  for (const Tensor& t : {a.q, a.k, a.v}) check_rows(t, 16);
+  if (p.channel_gates) check_rows(a.g, 16);
+  check_rows(a.out, 4);
   for (const Tensor& t : {Tensor(a.initial_state), Tensor(a.output_state), Tensor(a.state_checkpoints)})
-    FI_CHECK(!t || t.row_alignment(8) == 8, ValueError, "%s must have rows that lie at multiples of 8 bytes; got %p",
-             t.name(), t.data());
+    check_rows(t, 8);
   const int64_t chunks = tokens / kChunkTokens + sequences, matrices = chunks * heads, bytes = a.q.dtype().bytes();
   const int64_t segments = p.segment_tokens.value ? tokens / p.segment_tokens.value + sequences : sequences;
   const int64_t mapped = p.segment_tokens.value ? segments * heads * dim_k * dim_v : 0;
   const int64_t factors = p.channel_gates ? dim_k : 4 * kChunkTokens;  // of a chunk and head
   const int64_t decayed = p.channel_gates ? matrices * 3 * kChunkTokens * dim_k * bytes : 0;
   const int64_t needed = decayed + matrices * (2 * kChunkMatrix * bytes + factors * 4) + 3 * 4 * mapped;
-  FI_CHECK(a.workspace, ValueError, "workspace must be given on CUDA: %lld bytes", static_cast<long long>(needed));
-  a.workspace.is({kU8, kF16, kBF16}).on(a.q).contiguous();
-  const int64_t given = a.workspace.numel() * a.workspace.dtype().bytes();
-  FI_CHECK(given >= needed && a.workspace.alignment(16, {}) == 16, ValueError,
-           "workspace must have %lld bytes at a multiple of 16; got %lld at %p", static_cast<long long>(needed),
-           static_cast<long long>(given), a.workspace.data());
-  char* at = a.workspace.data<char>();
+  char* at = workspace_of(a.workspace, a.q, needed);
   p.decayed = at;
   p.solved = at + decayed;
   p.scores = at + decayed + matrices * kChunkMatrix * bytes;
@@ -257,8 +203,9 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
   const int64_t multiprocessors = kernel.multiprocessors(a.q.device());
   p.unit_heads = unit_heads(p, matrices, multiprocessors);
   p.units = divisor(p.heads.value / p.unit_heads);
-  p.has_tiles = tokens > 0 && kernel.capability >= 90 && describe(kernel, p.v_tiles, a.v) &&
-                (p.channel_gates || (describe(kernel, p.k_tiles, a.k) && describe(kernel, p.q_tiles, a.q)));
+  p.has_tiles = tokens > 0 && kernel.capability >= 90 && describe_chunks(kernel, p.v_tiles, a.v, tokens, p.v_strides) &&
+                (p.channel_gates || (describe_chunks(kernel, p.k_tiles, a.k, tokens, p.k_strides) &&
+                                     describe_chunks(kernel, p.q_tiles, a.q, tokens, p.q_strides)));
   const auto start = [&](const Entry& entry, int64_t ctas) {
     Launch launch{ctas};
     launch.cluster = static_cast<unsigned>(ChunkGatedDeltaRuleConfig::of(entry).cluster);

@@ -3,19 +3,16 @@
 #include "fi/linear_attention/ssd_combined.h"
 
 #include "fi/generated/ssd_combined.h"
-#include "fi/linear_attention/contract.h"
+#include "fi/linear_attention/chunk_contract.h"
 
 #if !FI_CUDA
 #include "fi/cpu/math.h"
-#include "fi/linear_attention/recurrence_cpu.h"
 #endif
 
 namespace fi {
 namespace {
 
 #if !FI_CUDA
-DType dtype_of(NumberType type) { return type == NumberType::kF32 ? kF32 : type == NumberType::kF16 ? kF16 : kBF16; }
-
 void run_cpu(const SsdCombinedParams& p, DType dtype) {
   const cpu::LoadRow load = cpu::row_loader(dtype);
   const cpu::StoreRow store = cpu::row_storer(dtype);
@@ -28,25 +25,13 @@ void run_cpu(const SsdCombinedParams& p, DType dtype) {
     const auto row_of = [&](const void* base, const int64_t* strides, int64_t t, int64_t head) {
       return static_cast<char*>(const_cast<void*>(base)) + ((first + t) * strides[0] + head * strides[1]) * bytes;
     };
-    const auto move = [&](const ChunkStatesView& view, int64_t row, bool stores) {
-      const cpu::StateRows rows{dtype_of(view.type), dim, dstate, view.strides[2], 1};
-      char* at = static_cast<char*>(view.data) + (row * view.strides[0] + h * view.strides[1]) * rows.dtype.bytes();
-      if (stores) {
-        rows.store(state, at);
-      } else {
-        rows.load(at, state);
-      }
-    };
+    const ChunkState own{state, h, dim, dstate};
     const auto store_checkpoints = [&](int64_t done) {
       for (int64_t i = p.checkpoint_begin(n); i < p.checkpoint_end(n); ++i)
-        if (p.checkpoint_of(n, i) == done) move(p.checkpoints, p.checkpoint_slot(n, i), true);
+        if (p.checkpoint_of(n, i) == done) own.store(p.checkpoints, p.checkpoint_slot(n, i));
     };
     const int64_t from = p.from_slots.or_row(n), to = p.to_slots.or_row(n);
-    if (p.initial.data && from >= 0) {
-      move(p.initial, from, false);
-    } else {
-      std::fill_n(state, dim * dstate, 0.f);
-    }
+    own.begin(p.initial, from);
     const float bias = p.dt_bias.data ? cpu::number(p.dt_bias, h * p.dt_bias_stride) : 0.f;
     store_checkpoints(0);
     for (int64_t t = 0; t < tokens; ++t) {
@@ -66,17 +51,10 @@ void run_cpu(const SsdCombinedParams& p, DType dtype) {
       store(out, row_of(p.out, p.out_strides, t, h), dim);
       store_checkpoints(t + 1);
     }
-    if (p.final.data && to >= 0) move(p.final, to, true);
+    if (p.final.data && to >= 0) own.store(p.final, to);
   });
 }
 #endif
-
-// The states of an argument.
-ChunkStatesView states_of(const OptionalTensor& t, const Tensor& x, Dim rows, Dim& heads, Dim& dim, Dim& dstate) {
-  if (!t) return {};
-  t.is({kF32, kBF16, kF16}).on(x).inner_contiguous().shape(rows, heads, dim, dstate);
-  return {t.data(), numbers_of(t).type, {t.stride(0), t.stride(1), t.stride(2)}};
-}
 
 // The strides of token and head of [batch, tokens, heads, ..]; the tokens of all batches are one axis.
 void flat_strides(const Tensor& t, int64_t (&strides)[2]) {
@@ -103,21 +81,6 @@ void check_contents(const Kernel& kernel, const SsdCombinedArgs& a, int64_t tota
              "%s must be from -1 to below %lld, the chunks; got %lld at %lld", a.checkpoint_last.name(),
              static_cast<long long>(count), static_cast<long long>(last[i]), static_cast<long long>(i));
 }
-
-#if FI_CUDA
-// Describes x, B or C for TMA, which takes no strides of 0: whether it can. token and head: strides in elements.
-bool describe(const Kernel& kernel, TensorMap& map, const Tensor& t, const int64_t (&own)[2]) {
-  const int64_t bytes = t.dtype().bytes(), limit = int64_t{1} << 40, tokens = t.size(0) * t.size(1), heads = t.size(2);
-  const int64_t token = tokens > 1 ? own[0] * bytes : 128, head = heads > 1 ? own[1] * bytes : 128;
-  if (token <= 0 || head <= 0 || token >= limit || head >= limit) return false;
-  const uint64_t sizes[] = {static_cast<uint64_t>(t.size(3)), static_cast<uint64_t>(heads),
-                            static_cast<uint64_t>(tokens)};
-  const uint64_t strides[] = {static_cast<uint64_t>(head), static_cast<uint64_t>(token)};
-  const uint32_t box[] = {64, 1, kChunkTokens};
-  kernel.describe(map, bytes, 3, const_cast<void*>(t.data()), sizes, strides, box);
-  return true;
-}
-#endif
 
 SsdCombinedRequest request_of(const SsdCombinedArgs& a) {
   return {a.x.dtype(),
@@ -160,10 +123,13 @@ void ssd_combined(const Kernel& kernel, const SsdCombinedArgs& a) {
   }
   p.from_slots = index_table(a.initial_state_indices, a.x, sequences, 0);
   p.to_slots = index_table(a.final_state_indices, a.x, sequences, 0);
-  const auto rows_of = [&](const OptionalTensor& indices) { return indices ? Dim{"slots"} : sequences; };
-  p.initial = states_of(a.initial_states, a.x, rows_of(a.initial_state_indices), heads, dim, dstate);
-  p.final = states_of(a.final_states, a.x, rows_of(a.final_state_indices), heads, dim, dstate);
-  p.checkpoints = states_of(a.checkpoint_states, a.x, Dim{"slots"}, heads, dim, dstate);
+  const auto states = [&](const OptionalTensor& t, bool by_slot) {
+    Dim rows = by_slot ? Dim{"slots"} : sequences;
+    return states_of(t, a.x, rows, heads, dim, dstate);
+  };
+  p.initial = states(a.initial_states, bool{a.initial_state_indices});
+  p.final = states(a.final_states, bool{a.final_state_indices});
+  p.checkpoints = states(a.checkpoint_states, true);
   const bool slots_missing = !a.checkpoint_state_slots && !a.checkpoint_last;
   FI_CHECK(bool{a.checkpoint_states} == bool{a.checkpoint_token_indices} &&
                (a.checkpoint_states ? !slots_missing : !a.checkpoint_state_slots),
@@ -214,31 +180,21 @@ void ssd_combined(const Kernel& kernel, const SsdCombinedArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  for (const Tensor& t : {a.x, a.B, a.C})
-    FI_CHECK(t.row_alignment(16) == 16, ValueError,
-             "%s must have rows that are 16-byte aligned; got address %p, shape %s: call .contiguous() on a copy",
-             t.name(), t.data(), t.shape_str().c_str());
-  for (const Tensor& t : {a.out, a.z ? Tensor(a.z) : a.out})
-    FI_CHECK(t.row_alignment(4) == 4, ValueError, "%s must have rows that lie at multiples of 4 bytes; got address %p",
-             t.name(), t.data());
-  for (const OptionalTensor* t : {&a.initial_states, &a.final_states, &a.checkpoint_states})
-    FI_CHECK(!*t || t->row_alignment(8) == 8, ValueError, "%s must have rows that lie at multiples of 8 bytes; got %p",
-             t->name(), t->data());
+  for (const Tensor& t : {a.x, a.B, a.C}) check_rows(t, 16);
+  for (const Tensor& t : {a.out, Tensor(a.z)}) check_rows(t, 4);
+  for (const Tensor& t : {Tensor(a.initial_states), Tensor(a.final_states), Tensor(a.checkpoint_states)})
+    check_rows(t, 8);
   const int64_t chunks = total / kChunkTokens + sequences, matrices = chunks * heads;
   const int64_t needed = matrices * (2 * kChunkMatrix + 4 * kSsdFactors);
-  FI_CHECK(a.workspace, ValueError, "workspace must be given on CUDA: %lld bytes", static_cast<long long>(needed));
-  a.workspace.is({kU8, kF16, kBF16}).on(a.x).contiguous();
-  const int64_t room = a.workspace.numel() * a.workspace.dtype().bytes();
-  FI_CHECK(room >= needed && a.workspace.alignment(16, {}) == 16, ValueError,
-           "workspace must have %lld bytes at a multiple of 16; got %lld at %p", static_cast<long long>(needed),
-           static_cast<long long>(room), a.workspace.data());
-  p.scores = a.workspace.data();
-  p.factors = reinterpret_cast<float*>(a.workspace.data<char>() + matrices * 2 * kChunkMatrix);
+  char* at = workspace_of(a.workspace, a.x, needed);
+  p.scores = at;
+  p.factors = reinterpret_cast<float*>(at + matrices * 2 * kChunkMatrix);
   p.unit_heads = 8;
   while (p.group.value % static_cast<uint32_t>(p.unit_heads)) p.unit_heads /= 2;
   p.units = divisor(static_cast<uint32_t>(heads / p.unit_heads));
-  p.has_tiles = total > 0 && kernel.capability >= 90 && describe(kernel, p.b_tiles, a.B, p.b_strides) &&
-                describe(kernel, p.c_tiles, a.C, p.c_strides) && describe(kernel, p.x_tiles, a.x, p.x_strides);
+  p.has_tiles = total > 0 && kernel.capability >= 90 && describe_chunks(kernel, p.b_tiles, a.B, total, p.b_strides) &&
+                describe_chunks(kernel, p.c_tiles, a.C, total, p.c_strides) &&
+                describe_chunks(kernel, p.x_tiles, a.x, total, p.x_strides);
   const auto start = [&](const Entry& entry, int64_t ctas) {
     Launch launch{ctas};
     launch.cluster = static_cast<unsigned>(SsdCombinedConfig::of(entry).cluster);
@@ -257,9 +213,9 @@ void ssd_combined(const Kernel& kernel, const SsdCombinedArgs& a) {
     });
   };
   if (total > 0) start(entry_of(0), chunks * p.units.value);
-  const Entry& states = entry_of(p.checkpoints_each ? 2 : 1);
-  p.slices = divisor(static_cast<uint32_t>(dim / SsdCombinedConfig::of(states).columns));
-  start(states, sequences * heads * p.slices.value);
+  const Entry& through = entry_of(p.checkpoints_each ? 2 : 1);
+  p.slices = divisor(static_cast<uint32_t>(dim / SsdCombinedConfig::of(through).columns));
+  start(through, sequences * heads * p.slices.value);
 #else
   (void)a.enable_pdl, (void)a.workspace;
   run_cpu(p, a.x.dtype());

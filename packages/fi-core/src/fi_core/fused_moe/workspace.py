@@ -82,18 +82,9 @@ def cutlass_fused_moe_workspace_size(
         if not isinstance(dtype, torch.dtype) and (dtype is not None or name != "output_dtype"):
             raise TypeError(f"{name} must be a torch.dtype; got {dtype!r}")
     refuse("leave it out: kernels are chosen by the number of tokens", min_latency_mode=min_latency_mode)
-    for name, value in (
-        ("max_num_tokens", max_num_tokens),
-        ("hidden_size", hidden_size),
-        ("intermediate_size", intermediate_size),
-        ("num_experts_total", num_experts_total),
-        ("top_k", top_k),
-        ("tp_size", tp_size),
-        ("ep_size", ep_size),
-    ):
-        least = 0 if name == "max_num_tokens" else 1
-        if index(value) < least:
-            raise ValueError(f"{name} must be at least {least}; got {value}")
+    _check_least(0, max_num_tokens=max_num_tokens)
+    _check_least(1, hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts_total=num_experts_total)
+    _check_least(1, top_k=top_k, tp_size=tp_size, ep_size=ep_size)
     check_ranks(tp=(tp_size, tp_rank), ep=(ep_size, ep_rank))
     if num_experts_total % ep_size:
         raise ValueError(f"num_experts_total must be a multiple of ep_size {ep_size}; got {num_experts_total}")
@@ -114,3 +105,9 @@ def cutlass_fused_moe_workspace_size(
     if use_wfp4afp8_humming and use_mxfp8_act_scaling:  # operands in e4m3 and its scales, and in bf16
         sizes += [size for n in (max_num_tokens * hidden_size, slots * width) for size in (n, n // 32, 2 * n)]
     return ALIGNMENT + sum(map(aligned, sizes))
+
+
+def _check_least(least: int, **sizes: int) -> None:
+    for name, value in sizes.items():
+        if index(value) < least:
+            raise ValueError(f"{name} must be at least {least}; got {value}")

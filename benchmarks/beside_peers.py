@@ -149,7 +149,7 @@ def compiling(scripts: Sequence[str], few_tokens: bool) -> threading.Thread:
     from fi_core.ahead import prepare
     from fi_core.registry import load
     from fi_core.runtime.dispatch import Request, choose
-    from fi_core.runtime.launch.operator import target_of
+    from fi_core.runtime.machine import target_of
 
     target = target_of(torch.device("cuda", 0))
     bf16 = {"a": "bf16", "b": "bf16"}

@@ -207,6 +207,19 @@ def test_every_op_of_fi_core_has_a_case_and_every_case_its_op() -> None:
     assert covered <= operators().keys(), f"cases of unknown ops: {covered - operators().keys()}"
 
 
+def test_the_implementation_that_runs_is_noted() -> None:
+    """In the call alone: afterwards the operator keeps its choices as before, with those that the call has added."""
+    import fi_core
+    from fi_core.runtime.launch.operator import operators
+
+    found, x = cases.find("rmsnorm"), torch.ones(4, 64)
+    assert found is not None
+    kept = operators()["rmsnorm"].choices
+    returned, name = backends.noted(found, lambda: fi_core.rmsnorm(x, x[0]))
+    assert returned.shape == x.shape and name == "cpu"
+    assert operators()["rmsnorm"].choices is kept and kept
+
+
 def parse(line: str) -> Namespace:
     return parsing.parse(line.split())
 

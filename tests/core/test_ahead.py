@@ -15,8 +15,7 @@ from fi_core.ahead import Model, model_of, prepare, specs_of_model
 from fi_core.decode import BatchDecodeWithPagedKVCacheWrapper
 from fi_core.runtime.build import compiler
 from fi_core.runtime.errors import CompileError
-from fi_core.runtime.launch import kernel, operator
-from fi_core.runtime.resolve import build_missing, built
+from fi_core.runtime.resolve import ahead, build_missing, built
 from fi_core.runtime.resolve.pool import Pool, pool
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.target import CPU, Target
@@ -141,8 +140,8 @@ def test_nothing_begins_with_compiling_turned_off(monkeypatch: pytest.MonkeyPatc
 
 def test_a_plan_begins_to_compile_the_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []
-    monkeypatch.setattr(kernel, "start", lambda artifacts: begun.extend(a.name for a in artifacts))
-    for cached in (kernel.begin, operator._planned):
+    monkeypatch.setattr(ahead, "start", lambda artifacts: begun.extend(a.name for a in artifacts))
+    for cached in (ahead.begin, ahead._planned):
         cached.cache_clear()
     one = torch.ones(1, dtype=torch.int32)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 22, dtype=torch.uint8))

@@ -17,7 +17,7 @@ from fi_core.registry import operator
 from fi_core.runtime.dispatch import Request, choose, explain
 from fi_core.runtime.errors import UnsupportedError
 from fi_core.runtime.invariance import is_on
-from fi_core.runtime.launch.operator import planned
+from fi_core.runtime.resolve.ahead import planned
 from fi_core.runtime.spec.constraint import VARIES
 from fi_core.runtime.spec.target import CPU, Target
 

@@ -13,7 +13,7 @@ from fi_core.registry import ops
 from fi_core.runtime.dispatch import Choice, Request, choose, explain, specs
 from fi_core.runtime.errors import UnsupportedError
 from fi_core.runtime.launch.kernel import host_module
-from fi_core.runtime.launch.operator import planned
+from fi_core.runtime.resolve.ahead import planned
 from fi_core.runtime.spec.arguments import REQUIRED
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least, exactly
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values

@@ -18,7 +18,7 @@ from core.package import pack
 from fi_core.ahead import prepare
 from fi_core.jit import ops
 from fi_core.observe import log
-from fi_core.runtime import files, trust
+from fi_core.runtime import files, resolve, trust
 from fi_core.runtime.build import diagnose
 from fi_core.runtime.env import env
 from fi_core.runtime.launch import kernel
@@ -362,12 +362,12 @@ def test_a_file_swapped_before_its_use_is_built_again(monkeypatch: pytest.Monkey
     with pytest.raises(OSError, match="does not match its digest"):
         kernel.load_module(found._replace(path=found.path))
 
-    def use(found: kernel.Found) -> bytes:
+    def use(found: resolve.Found) -> bytes:
         with found.opened() as file:
             return file.read()
 
-    monkeypatch.setattr(kernel, "find", lambda _: iter([found]))
-    content, origin = kernel._first(image, use)
+    monkeypatch.setattr(resolve, "find", lambda _: iter([found]))
+    content, origin = resolve.first_usable(image, use)
     assert content == honest and origin.origin in ("jit", "store")
 
 

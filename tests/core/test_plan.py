@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fi_bench.backends import forcing
 from fi_core.fused_moe import (
     cutlass_fused_moe,
     trtllm_bf16_moe,
@@ -158,20 +159,11 @@ def test_another_implementation_by_name_is_not_passed_over(calls: list[int]) -> 
     given = arguments(5)
     want = cutlass_fused_moe(**given)
     finalize = operators()["moe_finalize"]
-    with finalize.using("cpu"):
+    with forcing(finalize, "cpu"):
         assert torch.equal(cutlass_fused_moe(**given), want)
         assert finalize.choices[-1] and finalize.choices[-1].request.backend == "cpu"
     assert torch.equal(cutlass_fused_moe(**given), want)
     assert len(calls) == 3
-
-
-def test_choices_are_noted_inside_the_block_alone() -> None:
-    finalize = operators()["moe_finalize"]
-    with finalize.noted() as seen:
-        plain(**arguments(5))
-    plain(**arguments(5))
-    assert [choice.implementation for choice in seen] == ["cpu"]
-    assert seen[0] in finalize.choices
 
 
 def finished(result: Any) -> tuple[torch.Tensor, ...]:

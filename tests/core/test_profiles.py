@@ -17,7 +17,7 @@ from fi_core.observe.draw import Outline
 from fi_core.profiles import MODELS, Model, model_of
 from fi_core.registry import described
 from fi_core.runtime.build import sources
-from fi_core.runtime.launch.operator import Rehearsal
+from fi_core.runtime.machine import Rehearsal
 from fi_core.runtime.spec.op import Spec
 from fi_core.runtime.spec.target import CPU, PREBUILT_ARCHS, Target
 

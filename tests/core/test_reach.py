@@ -15,13 +15,13 @@ from fi_core.autotuner import autotune
 from fi_core.compat import begun as begun_module
 from fi_core.compat.begun import load_begun
 from fi_core.registry import load, loaded_kernels, operator
-from fi_core.runtime import resolve
+from fi_core.runtime import machine, resolve
 from fi_core.runtime.dispatch import Request, choose
 from fi_core.runtime.launch import operator as operators
-from fi_core.runtime.launch import reach
 from fi_core.runtime.launch.kernel import Kernel
-from fi_core.runtime.launch.operator import Rehearsal
 from fi_core.runtime.launch.plan import AtOnce
+from fi_core.runtime.machine import Rehearsal
+from fi_core.runtime.resolve import ahead
 from fi_core.runtime.spec.op import Spec
 from fi_core.runtime.spec.target import Target
 
@@ -34,7 +34,7 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[Spec]:
     """The specs whose compilers would have been started."""
     found: list[Spec] = []
-    monkeypatch.setattr(reach, "begin", found.append)
+    monkeypatch.setattr(ahead, "begin", found.append)
     monkeypatch.setattr(operators, "begin", found.append)
     monkeypatch.setattr(begun_module, "begun", found)
     return found
@@ -44,7 +44,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[Spec]:
 @pytest.mark.parametrize("k", ["short", "long"])
 def test_products_of_any_number_of_tokens(begun: list[Spec], given: dict[str, str], k: str) -> None:
     op = operator("gemm").op
-    reach.begin_reached(Request.of(op, HOPPER, {**given, "m": 3, "k": k}), {})
+    ahead.begin_reached(Request.of(op, HOPPER, {**given, "m": 3, "k": k}), {})
     assert {choose(Request.of(op, HOPPER, {**given, "m": m, "k": k})).spec for m in range(1, 300)} <= {*begun}
 
 
@@ -52,7 +52,7 @@ def test_products_of_any_number_of_tokens(begun: list[Spec], given: dict[str, st
 def test_only_tiles_that_a_layer_chooses(begun: list[Spec], weight: str, tiles: set[int]) -> None:
     """A mean of more rows than these is computed by grouped products."""
     op = operator("moe_experts").op
-    reach.begin_reached(Request.of(op, HOPPER, {"weight": weight}), {})
+    ahead.begin_reached(Request.of(op, HOPPER, {"weight": weight}), {})
     assert {dict(spec.axes)["tokens"] for spec in begun} == tiles
 
 
@@ -63,7 +63,7 @@ def test_a_decode_begins_the_prefill_of_its_layer(begun: list[Spec]) -> None:
     decode, prefill = (Request.of(known[name], HOPPER, given) for name in ("batch_decode", "batch_prefill"))
     for one, other, plan in ((decode, prefill, "prefill_plan"), (prefill, decode, "decode_plan")):
         begun.clear()
-        reach.begin_reached(one, known)
+        ahead.begin_reached(one, known)
         assert {choose(other).spec, choose(Request.of(known[plan], HOPPER)).spec} <= {*begun}
 
 
@@ -115,7 +115,7 @@ def test_a_layer_of_experts_with_any_number_of_tokens(
     """One call of 64 tokens begins the kernels of all ways to compute the layer on Hopper, and they are loaded before
     an engine serves.
     """
-    monkeypatch.setattr(operators, "_target_of", lambda device: HOPPER)
+    monkeypatch.setattr(machine, "_target_of", lambda device: HOPPER)
     bound: list[Spec] = []
     monkeypatch.setattr(operators, "bind", lambda spec, device: bound.append(spec) or Kernel(None, spec.name, {}, None))
     for known in operators.operators().values():

@@ -17,6 +17,7 @@ import pytest
 from core import toy
 from core.test_store import KEY, SLEEPER, build, names, refuse, wait_for_build
 from fi_core.ahead import prepare
+from fi_core.runtime import resolve
 from fi_core.runtime.build import compiler
 from fi_core.runtime.launch import kernel
 from fi_core.runtime.resolve import built, store
@@ -76,7 +77,7 @@ def test_cleaning_does_not_break_readers(python: Python, monkeypatch: pytest.Mon
     def quick(artifact: Artifact, directory: Path) -> None:
         (directory / artifact.file).write_bytes(b"device binary")
 
-    def use(found: kernel.Found) -> bytes:
+    def use(found: resolve.Found) -> bytes:
         with found.opened() as file:
             return file.read()
 
@@ -85,7 +86,7 @@ def test_cleaning_does_not_break_readers(python: Python, monkeypatch: pytest.Mon
     wait_for_build(python.start(CLEANER))
     end, origins = time.monotonic() + 3, set()
     while time.monotonic() < end:
-        content, found = kernel._first(image, use)
+        content, found = resolve.first_usable(image, use)
         assert content == b"device binary"
         assert found.path.is_relative_to(root())
         origins.add(found.origin)

@@ -17,7 +17,7 @@ from engine_calls import fake_vllm_models as models
 from engine_calls.fake_vllm import PLUGIN, recorded
 from families.harness import assert_close, rand
 from families.test_mla import batch as latent_batch
-from fi_core.runtime.launch.operator import Rehearsal
+from fi_core.runtime.machine import Rehearsal
 from fi_core.runtime.spec.target import Target
 
 

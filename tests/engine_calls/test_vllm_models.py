@@ -20,7 +20,7 @@ from families import moe_reference as moe
 from families.harness import assert_close, rand
 from fi_core.ahead import specs_of_model
 from fi_core.quantization import mxfp4_dequantize_host
-from fi_core.runtime.launch.operator import Rehearsal
+from fi_core.runtime.machine import Rehearsal
 from fi_core.runtime.spec.target import Target
 from fi_core.tllm_enums import ActivationType
 

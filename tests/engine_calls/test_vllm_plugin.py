@@ -23,7 +23,7 @@ from engine_calls import fake_vllm
 from engine_calls.fake_vllm import FP8, PLUGIN, SEAMS, recorded
 from families.attention_reference import attention
 from families.harness import assert_close, rand
-from fi_core.runtime.launch.operator import Rehearsal
+from fi_core.runtime.machine import Rehearsal
 from fi_core.runtime.spec.target import Target
 
 BLOCK, BLOCKS, HEADS, DIM = 16, 64, (4, 2), 64

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from fi_bench.backends import forcing
 from fi_core.registry import operator
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -90,13 +91,13 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, tolerance: tup
 @contextlib.contextmanager
 def using(op: str, impl: str) -> Iterator[None]:
     """Runs the block with one implementation of the op."""
-    with operator(op).using(impl):
+    with forcing(operator(op), impl):
         yield
 
 
 def impls(op: str, device: str) -> list[str]:
     """The implementations of an op that run on this device."""
-    from fi_core.runtime.launch.operator import target_of
+    from fi_core.runtime.machine import target_of
 
     target = target_of(torch.device(device, 0) if device == "cuda" else torch.device(device))
     values = {"device": target.kind, "capability": target.capability}

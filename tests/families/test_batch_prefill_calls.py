@@ -21,7 +21,7 @@ from fi_core.prefill import (
     get_batch_prefill_module,
 )
 from fi_core.runtime.errors import UnsupportedError
-from fi_core.runtime.launch.operator import Rehearsal
+from fi_core.runtime.machine import Rehearsal
 from fi_core.runtime.spec.target import cuda_target
 
 LSE = (2e-4, 2e-4)

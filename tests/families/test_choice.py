@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import fi_core
+from fi_bench.backends import forcing
 from fi_core.observe.draw import Outline
 from fi_core.registry import described, operator, ops
 from fi_core.runtime.errors import UnsupportedError
 from fi_core.runtime.launch import operator as launch_operator
-from fi_core.runtime.launch.operator import Rehearsal, multiprocessors_of, target_of
+from fi_core.runtime.machine import Rehearsal, multiprocessors_of, target_of
 from fi_core.runtime.spec.dtype import short_name
 from fi_core.runtime.spec.target import CPU, Target, cuda_target
 
@@ -86,7 +87,10 @@ def test_unaligned_tensors_of_a_plan_with_several_heads_are_those_of_cuda_cores(
             q = tensor(odd == "q", batch, 32, 128, dtype=torch.bfloat16)
             keys, scales = tensor(odd == "keys", batch, *page, 64), tensor(odd == "scales", batch, *page, 8)
             w.run(q, (keys, keys), kv_cache_sf=(scales, scales))
-        with operator("batch_decode").using("mma_sm80"), pytest.raises(UnsupportedError, match="heads_per_tile == 1"):
+        with (
+            forcing(operator("batch_decode"), "mma_sm80"),
+            pytest.raises(UnsupportedError, match="heads_per_tile == 1"),
+        ):
             w.run(q, (keys, keys), kv_cache_sf=(scales, scales))
     assert entries(rehearsal) == ["decode_plan", "batch_decode_tma_8_4_heads", "batch_decode_cuda_core"]
 

@@ -12,7 +12,7 @@ from families.harness import assert_close, assert_guards, guarded, impls, rand
 from fi_core.attention.ops import decode as ops
 from fi_core.runtime.dispatch import Choice, Request, choose
 from fi_core.runtime.errors import UnsupportedError
-from fi_core.runtime.launch.operator import target_of
+from fi_core.runtime.machine import target_of
 from fi_core.runtime.spec.dtype import short_name
 from fi_core.utils import PosEncodingMode, get_alibi_slopes
 

@@ -11,7 +11,7 @@ from families.harness import rand
 from families.paged import Paged, paged
 from families.test_decode_block_tables import arguments
 from fi_core.decode import BlockTablesPlan, trtllm_batch_decode_with_kv_cache
-from fi_core.runtime.launch.operator import Rehearsal
+from fi_core.runtime.machine import Rehearsal
 from fi_core.runtime.spec.target import Target
 
 LENGTHS = (300, 1, 0, 65, 1000, 16)

@@ -14,7 +14,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime", "runtime.env", "runtime.errors", "errors"),
     ("runtime.spec",),
     ("runtime.build",),
-    ("runtime.dispatch", "runtime.resolve"),
+    ("runtime.dispatch", "runtime.machine", "runtime.resolve"),
     ("runtime.launch",),
     ("compat", "autotuner", "compilation_context", "tllm_enums", "utils"),
     ("green_ctx",),

@@ -15,7 +15,7 @@ from fi_core.aot import specs
 from fi_core.registry import described, ops
 from fi_core.runtime.build import compiler, sources, toolchain
 from fi_core.runtime.errors import CompileError
-from fi_core.runtime.launch.operator import Rehearsal
+from fi_core.runtime.machine import Rehearsal
 from fi_core.runtime.spec.op import Spec
 from kernels import census
 from kernels.kept import kept

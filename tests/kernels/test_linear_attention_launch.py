@@ -11,7 +11,8 @@ from fi_core.gdn_prefill import _sizes
 from fi_core.linear_attention.mamba_ops import SSD_CHUNK_BYTES, SSD_COMBINED
 from fi_core.linear_attention.ops import CHUNK_GATED_DELTA_RULE, SELECTIVE_STATE_UPDATE
 from fi_core.runtime.dispatch import Request, choose
-from fi_core.runtime.launch.kernel import Launch, rehearse
+from fi_core.runtime.launch.kernel import rehearse
+from fi_core.runtime.machine import Launch, launches
 from fi_core.runtime.spec.target import Target
 from kernels.mock_driver import in_order
 
@@ -31,7 +32,7 @@ def prefill(arch: str, sequences: int, heads: int, channel: bool, segment: int =
         "g": torch.empty(tokens, heads, *([dim] if channel else [])), "segment_tokens": segment,
         "workspace": torch.empty(size, dtype=torch.uint8),
     }  # fmt: skip
-    return kernel.run(*in_order(CHUNK_GATED_DELTA_RULE, arguments))
+    return launches(kernel.run(*in_order(CHUNK_GATED_DELTA_RULE, arguments)))
 
 
 def columns(launch: Launch) -> int:
@@ -77,7 +78,7 @@ def update(state: torch.dtype, **changes: Any) -> Launch:
         "out": x, "state": torch.empty(2, 3, 38, 128, dtype=state), "x": x, "dt": torch.empty(2, 3, 1).expand(2, 3, 38),
         "A": torch.empty(3, 1, 1).expand(3, 38, 128), "B": shared, "C": shared,
     }  # fmt: skip
-    [launch] = kernel.run(*in_order(SELECTIVE_STATE_UPDATE, arguments | changes))
+    [launch] = launches(kernel.run(*in_order(SELECTIVE_STATE_UPDATE, arguments | changes)))
     return launch
 
 
@@ -122,7 +123,7 @@ def test_ctas_of_mamba_prefill_copy_for_each_other(
         slots = torch.empty(sequences, dtype=torch.int32)
         arguments |= {"checkpoint_token_indices": slots, "checkpoint_state_slots": slots.clone()}
         arguments["checkpoint_states"] = torch.empty(1, heads, 64, 128)
-    prepare, states = kernel.run(*in_order(SSD_COMBINED, arguments))
+    prepare, states = launches(kernel.run(*in_order(SSD_COMBINED, arguments)))
     assert prepare.entry == "ssd_prepare"
     assert (states.entry, states.cluster) == expected
     assert states.grid[0] == sequences * heads

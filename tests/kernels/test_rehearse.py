@@ -9,7 +9,9 @@ import torch
 
 from core.toy import chosen
 from fi_core.registry import operator
-from fi_core.runtime.launch.kernel import Launch, rehearse
+from fi_core.runtime.launch.kernel import rehearse
+from fi_core.runtime.machine import Launch
+from fi_core.runtime.machine import launches as rehearsed
 from fi_core.runtime.spec.op import Spec
 from fi_core.runtime.spec.target import CPU, Target
 from kernels.mock_driver import Call, Tensor, in_order, launches
@@ -87,7 +89,7 @@ def test_a_rehearsal_launches_what_a_device_would_be_given(
 ) -> None:
     given = launches(start(90).call(spec.op.name, dict(spec.axes), arguments, implementation=spec.implementation))
     kernel = rehearse(spec, MULTIPROCESSORS, SHARED_LIMIT)
-    found = kernel.run(*in_order(spec.op, on_cpu(arguments)))
+    found = rehearsed(kernel.run(*in_order(spec.op, on_cpu(arguments))))
     assert found == tuple(map(seen, given))
     assert [launch.entry for launch in found] == [entry]
 
@@ -95,10 +97,10 @@ def test_a_rehearsal_launches_what_a_device_would_be_given(
 def test_each_call_tells_its_own_launches() -> None:
     kernel = rehearse(RMSNORM, MULTIPROCESSORS, SHARED_LIMIT)
     for rows in (2, 9):
-        (one,) = kernel.run(*in_order(RMSNORM.op, on_cpu(rmsnorm(rows, 4096))))
+        (one,) = rehearsed(kernel.run(*in_order(RMSNORM.op, on_cpu(rmsnorm(rows, 4096)))))
         assert one.grid == (rows, 1, 1)
     assert str(one) == "rmsnorm_cta_256_2: grid 9 x 1 x 1, 256 threads, 0 B shared, pdl"
-    nothing = kernel.run(*in_order(RMSNORM.op, on_cpu(rmsnorm(0, 4096))))
+    nothing = rehearsed(kernel.run(*in_order(RMSNORM.op, on_cpu(rmsnorm(0, 4096)))))
     assert nothing == (), "nothing is launched for nothing"
 
 
@@ -113,7 +115,7 @@ def test_the_device_that_is_meant_shapes_the_launch() -> None:
     grids = []
     for multiprocessors in (MULTIPROCESSORS, 16):
         kernel = rehearse(DECODE, multiprocessors, SHARED_LIMIT)
-        (one,) = kernel.run(*in_order(DECODE.op, on_cpu(decode(8))))
+        (one,) = rehearsed(kernel.run(*in_order(DECODE.op, on_cpu(decode(8)))))
         grids.append((one.entry, one.cluster))
     assert grids[0] == ("batch_decode_cluster", 4) and grids[1] != grids[0]
 

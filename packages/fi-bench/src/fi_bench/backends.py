@@ -321,11 +321,45 @@ def _ours(name: str, case: Case, device: str) -> Runner:
     def using() -> Iterator[None]:
         from fi_core.runtime.launch.operator import operators
 
-        with operators()[case.op].using(name):
+        with forcing(operators()[case.op], name):
             yield
 
     asked = name if name in (*_DEVICES, *_PUBLIC) else "auto"  # a wrapper accepts no name of an implementation
     return Runner(name, "fi_core", name, _of_function(case, function, asked), case.outputs, using)
+
+
+@contextlib.contextmanager
+def forcing(operator: Any, implementation: str) -> Iterator[None]:
+    """All calls of an operator inside the block run the named implementation (not thread safe)."""
+    operator.op.implementation(implementation)  # raises ValueError if there is none of this name
+    before = operator.forced
+    try:
+        operator.forced = implementation
+        operator.forget()
+        yield
+    finally:
+        operator.forced = before
+        operator.forget()
+
+
+class _Noted(list[Any]):
+    """The choices of an operator by number, which keeps those that its calls look up."""
+
+    def __init__(self, operator: Any) -> None:
+        super().__init__(operator.choices)
+        self.operator, self.kept, self.seen = operator, operator.choices, list[Any]()
+
+    def __getitem__(self, number: Any) -> Any:
+        self.seen.append(super().__getitem__(number))
+        return self.seen[-1]
+
+    def __enter__(self) -> list[Any]:
+        self.operator.choices = self
+        return self.seen
+
+    def __exit__(self, *_: object) -> None:
+        self.kept[:] = self
+        self.operator.choices = self.kept
 
 
 def noted(case: Case, call: Callable[[], Any]) -> tuple[Any, str]:
@@ -337,6 +371,6 @@ def noted(case: Case, call: Callable[[], Any]) -> tuple[Any, str]:
     exists(case)  # imports the family, which declares its ops
     found = [operators()[name] for name in (case.op, *case.also) if name in operators()]
     with contextlib.ExitStack() as stack:
-        choices = [stack.enter_context(known.noted()) for known in found]
+        choices = [stack.enter_context(_Noted(known)) for known in found]
         returned = call()
     return returned, next((str(calls[-1].implementation) for calls in choices if calls), "")

@@ -132,7 +132,7 @@ def _target(device: Any) -> Target:
         return device
     import torch
 
-    from fi_core.runtime.launch.operator import target_of
+    from fi_core.runtime.machine import target_of
 
     if device is None:
         return target_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else CPU

@@ -9,7 +9,7 @@ from fi_core.linear_attention.ops import CHUNK_MATRIX
 from fi_core.linear_attention.ops import chunk_gated_delta_rule as _chunk
 from fi_core.linear_attention.trace import prefill
 from fi_core.observe.log import fi_api
-from fi_core.runtime.launch.operator import multiprocessors_of, rehearsal
+from fi_core.runtime.machine import multiprocessors_of, rehearsal
 
 if TYPE_CHECKING:
     import torch

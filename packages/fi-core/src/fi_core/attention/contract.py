@@ -7,7 +7,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from fi_core.runtime.errors import UnknownWordError, blame, unsupported
-from fi_core.runtime.launch.torch_op import unreadable
+from fi_core.runtime.tensors import unreadable
 from fi_core.utils import (
     PosEncodingMode,
     TensorLayout,

@@ -12,7 +12,7 @@ from fi_core.attention.ops.prefill import BATCH_PREFILL, Q_TILE, VARIANT_TILES
 from fi_core.attention.ops.single import SINGLE_ATTENTION, attend
 from fi_core.attention.variant import CustomOp, Form, Variant, VariantCall, alibi_slopes
 from fi_core.jit import base
-from fi_core.runtime.launch.operator import rehearsal
+from fi_core.runtime.machine import rehearsal
 from fi_core.runtime.spec.dtype import short_name
 from fi_core.runtime.spec.target import Target
 from fi_core.utils import PosEncodingMode, canonicalize_torch_dtype

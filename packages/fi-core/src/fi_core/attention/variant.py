@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fi_core.runtime.build import sources
 from fi_core.runtime.build.diagnose import USER_TEXT
 from fi_core.runtime.dispatch import AUTO, Choice, Request, choose
-from fi_core.runtime.launch import torch_op
-from fi_core.runtime.launch.kernel import Launch, bind_artifacts, rehearse
-from fi_core.runtime.launch.operator import Rehearsal, rehearsal, target_of
+from fi_core.runtime.launch.kernel import bind_artifacts, rehearse
+from fi_core.runtime.machine import Rehearsal, rehearsal, target_of
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.op import Entry, Op, Unit
 from fi_core.runtime.spec.target import Target
+from fi_core.runtime.tensors import unreadable
 from fi_core.utils import get_alibi_slopes
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Variant:
             if name.startswith("maybe"):
                 return None
             raise ValueError(f"{name}: the tensor ({kind}*) is missing; pass it after q, k and v")
-        if problem := torch_op.unreadable(value):
+        if problem := unreadable(value):
             raise TypeError(f"{name}: a dense tensor with data is required; {problem}")
         if str(value.dtype).removeprefix("torch.") not in TENSOR_TYPES[kind]:
             wanted = " or ".join(TENSOR_TYPES[kind])
@@ -271,7 +271,7 @@ class CustomOp:
         flags = ("-O1", "-DFI_ONE_LEVEL")
         return (sources.variant_module(self.op, self.name, self.variant.text(), flags),)
 
-    def bind(self, device: torch.device, implementation: str = "") -> Callable[..., None]:
+    def bind(self, device: torch.device, implementation: str = "") -> Callable[..., Any]:
         """The op as a function that takes the variant's arguments after its own; compiled if necessary.
 
         implementation: on CUDA, of one of the forms; default: the first that the device supports.
@@ -289,15 +289,16 @@ class CustomOp:
 
 
 def _rehearsed(
-    shown: Rehearsal, choice: Choice, entries: Sequence[Entry], files: tuple[Artifact, ...]
+    shown: Rehearsal, choice: Choice, entries: tuple[Entry, ...], files: tuple[Artifact, ...]
 ) -> Callable[..., None]:
     """The function that a rehearsed call of an op with a variant takes: it is compiled into these entries and files."""
 
     def call(*values: Any) -> None:
-        done: tuple[Launch, ...] = ()
-        if shown.target.kind == "cuda":
-            done = rehearse(choice.spec, shown.multiprocessors, shown.shared_limit, entries).run(*values)
-        shown.calls.append((choice, done))
+        is_cuda = shown.target.kind == "cuda"
+        told = (
+            rehearse(choice.spec, shown.multiprocessors, shown.shared_limit, entries).run(*values) if is_cuda else None
+        )
+        shown.note(choice, told)
         shown.files[choice] = files
 
     return call

@@ -17,7 +17,7 @@ from fi_core.runtime.build import compiler, sources
 from fi_core.runtime.dispatch import AUTO, Choice, Request, choose, explain
 from fi_core.runtime.env import env
 from fi_core.runtime.errors import LibraryError, UnsupportedError
-from fi_core.runtime.launch.kernel import Launch
+from fi_core.runtime.machine import Launch
 from fi_core.runtime.resolve import answers, kept, misses
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.dtype import DTYPES
@@ -208,7 +208,7 @@ def _explain_call(
 
 def _rehearse(sample: Callable[..., Any], sizes: dict[str, Any], target: Target, sms: int | None) -> list[Step]:
     """The ops that a call runs, without duplicates."""
-    from fi_core.runtime.launch.operator import Rehearsal
+    from fi_core.runtime.machine import Rehearsal
 
     usual, shared = _DEVICES.get(target.capability, _OTHER_DEVICE)
     with Rehearsal(target, sms or usual, shared << 10) as rehearsal:

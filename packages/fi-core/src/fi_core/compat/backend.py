@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from fi_core.runtime.env import env
 from fi_core.runtime.errors import BackendSupportedError, ExperimentalWarning
-from fi_core.runtime.signature import define
+from fi_core.runtime.signature import passed, redefine
 
 if TYPE_CHECKING:
     import torch
@@ -310,17 +310,12 @@ def named_backends(
             reason = names.get(backend) or f"it has {', '.join(serving)}"  # type: ignore[call-overload]
             raise BackendSupportedError(f"{rules.name} does not support backend {backend!r}: {reason}")
 
-        parameters = rules.signature.parameters.values()
-        positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
-        by_name = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-        taken = [f"{p.name}{'' if p.default is p.empty else '=None'}" for p in positional]  # true defaults: below
-        taken += ["*", *(f"{p.name}=None" for p in by_name), "skip_check=False"]
-        given = [p.name for p in positional] + [f"{p.name}={p.name}" for p in by_name]
-        named = [] if unnamed else ["if backend not in serving and backend is not None:", "    refuse(backend)"]
+        parameters = list(rules.signature.parameters.values())
+        named = "" if unnamed else "if backend not in serving and backend is not None:\n    refuse(backend)\n"
+        skip = inspect.Parameter("skip_check", inspect.Parameter.KEYWORD_ONLY, default=False)
         scope: dict[str, Any] = {"func": func, "serving": serving, "refuse": refuse}
-        made = define(func.__name__, taken, [*named, f"return func({', '.join(given)})"], scope)
+        made = redefine(func, [*parameters, skip], f"{named}return func({passed(parameters)})", scope)
         wrapper: Any = functools.update_wrapper(made, func)
-        wrapper.__defaults__ = func.__defaults__
         wrapper.__kwdefaults__ = {**(func.__kwdefaults__ or {}), "skip_check": False}
         for query in ("is_backend_supported", "is_compute_capability_supported", "has_backend", "has_backend_choices"):
             setattr(wrapper, query, getattr(rules, query))

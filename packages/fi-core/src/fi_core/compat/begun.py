@@ -6,9 +6,10 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from fi_core.runtime.errors import CompileError, MissingKernelError
-from fi_core.runtime.launch.kernel import begun
-from fi_core.runtime.launch.operator import operator_of, target_of
+from fi_core.runtime.launch.operator import operator_of
+from fi_core.runtime.machine import target_of
 from fi_core.runtime.resolve import wait_for_begun
+from fi_core.runtime.resolve.ahead import begun
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fi_core.fused_moe import moe_few_tokens
 from fi_core.fused_moe.ops import MXFP4
 from fi_core.quantization.layout import SfLayout
-from fi_core.runtime.launch.operator import composition
+from fi_core.runtime.resolve.ahead import composition
 from fi_core.runtime.spec.constraint import Constraint, Rule, exactly
 from fi_core.runtime.spec.op import Field, Implementation, Op
 from fi_core.tllm_enums import ActivationType

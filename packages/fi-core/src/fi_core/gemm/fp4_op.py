@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from fi_core.runtime.launch.operator import composition, operator
+from fi_core.runtime.launch.operator import operator
+from fi_core.runtime.resolve.ahead import composition
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, exactly
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values

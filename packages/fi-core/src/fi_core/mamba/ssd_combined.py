@@ -8,7 +8,7 @@ from fi_core.linear_attention.mamba_ops import SSD_CHUNK_BYTES
 from fi_core.linear_attention.mamba_ops import ssd_combined as _ssd
 from fi_core.linear_attention.mamba_trace import SSD
 from fi_core.observe.log import fi_api
-from fi_core.runtime.launch.operator import rehearsal
+from fi_core.runtime.machine import rehearsal
 
 if TYPE_CHECKING:
     import torch

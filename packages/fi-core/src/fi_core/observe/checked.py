@@ -17,6 +17,7 @@ from fi_core.runtime.errors import FiError
 from fi_core.runtime.launch import torch_op
 from fi_core.runtime.launch.operator import operators
 from fi_core.runtime.signature import define
+from fi_core.runtime.tensors import is_special, unreadable
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PREFIX: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
@@ -69,12 +70,11 @@ def checked(function: F) -> F:
             given.append(f"{star}{name}")
     shown = inspect.signature(function).parameters  # a decorator may take a keyword that it does not show
     told = [text for text in given if "=" not in text or text.partition("=")[0] in shown]
-    body = (
-        "try:",
-        f"    return function({', '.join(given)})",
-        "except Exception as error:",
-        f"    explain(error, function, {', '.join(told)})",
-    )
+    body = f"""\
+try:
+    return function({", ".join(given)})
+except Exception as error:
+    explain(error, function, {", ".join(told)})"""
     made: Any = define(function.__name__, taken, body, {"function": function, "explain": _explain})
     made.__defaults__ = function.__defaults__
     made.__kwdefaults__ = None if packs else function.__kwdefaults__
@@ -111,7 +111,7 @@ def _explain(error: Exception, function: Callable[..., Any], /, *args: Any, **op
                 if leaf is not None and not _matches("torch.Tensor", leaf):
                     raise TypeError(f"{called}: {place} must be a torch.Tensor; got a {type(leaf).__name__}") from None
         tensor: Any = value if type(error) in _FOREIGN and _matches("torch.Tensor", value) else None
-        if "float" in kinds and tensor is not None and not torch_op.unreadable(tensor):
+        if "float" in kinds and tensor is not None and not unreadable(tensor):
             if tensor.numel() == 1 and tensor.is_floating_point():
                 continue
             got = f"{tensor.dtype} of shape {list(tensor.shape)}"
@@ -124,7 +124,16 @@ def _explain(error: Exception, function: Callable[..., Any], /, *args: Any, **op
     if type(error) in _FOREIGN or not any(names(str(error), name) for name in given):
         _explain_tensors(error, function, given, called)
     _name_caller(error, called, signature)
-    raise error.with_traceback(None) if torch_op.is_explained(error) else error
+    raise error.with_traceback(None) if _is_explained(error) else error
+
+
+def _is_explained(error: Exception) -> bool:
+    """Whether the words of an error are ours, so that no frame is needed to understand it."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    ours = torch_op.explain.__code__, torch_op.dispatch.__code__
+    return isinstance(error, FiError) or (last is not None and last.tb_frame.f_code in ours)
 
 
 def names(text: str, name: str) -> bool:
@@ -197,10 +206,10 @@ def _explain_tensors(error: Exception, function: Callable[..., Any], given: Mapp
     foreign = type(error) in _FOREIGN
     tensors = {name: x for name, x in _tensors(given).items() if foreign or name in given}
     for name, value in tensors.items():
-        if not torch_op.is_special(value) and (problem := torch_op.unreadable(value)):
+        if not is_special(value) and (problem := unreadable(value)):
             raise TypeError(f"{called}: {name} must be a dense tensor with data; {problem}") from None
     if isinstance(error, DataDependentOutputException):
-        special = [name for name, value in tensors.items() if torch_op.is_special(value)]
+        special = [name for name, value in tensors.items() if is_special(value)]
         raise NotImplementedError(
             f"{called}: values of {', '.join(special)} shape the result, so data is required "
             "that a fake tensor does not have"

@@ -50,6 +50,12 @@ def blame(error: Exception, **tensors: Any) -> NoReturn:
     raise error
 
 
+def without_frames(error: Exception) -> Exception:
+    """An error in words of our own without the frames that found it: they tell a user nothing."""
+    native = type(error) in (ValueError, TypeError)  # by the host entry
+    return error.with_traceback(None) if native or isinstance(error, FiError) else error
+
+
 class PlanError(FiError, RuntimeError):
     """Raised where the planner refuses a batch: a RuntimeError, as FlashInfer's."""
 

@@ -13,7 +13,7 @@ from fi_core.attention.ops.single import attend, single_choice
 from fi_core.attention.reference import attend_request
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
-from fi_core.runtime.launch.operator import planned
+from fi_core.runtime.resolve.ahead import planned
 from fi_core.runtime.returns import with_lse
 from fi_core.utils import constants
 

@@ -13,7 +13,7 @@ from fi_core.attention.ops.request import Facts
 from fi_core.attention.schedule import carve
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
-from fi_core.runtime.launch.operator import planned
+from fi_core.runtime.resolve.ahead import planned
 
 if TYPE_CHECKING:
     import torch

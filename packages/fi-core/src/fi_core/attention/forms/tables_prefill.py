@@ -12,7 +12,7 @@ from fi_core.attention.ops import prefill as ops
 from fi_core.attention.ops.request import Facts
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import unsupported
-from fi_core.runtime.launch.operator import planned
+from fi_core.runtime.resolve.ahead import planned
 from fi_core.runtime.returns import with_lse
 from fi_core.utils import PosEncodingMode, int32_index
 

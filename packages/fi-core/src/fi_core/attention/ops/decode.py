@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, KV_TYPES, TYPES, with_tables
 from fi_core.runtime.dispatch import Choice
-from fi_core.runtime.launch.operator import multiprocessors_of, operator, operators, target_of
+from fi_core.runtime.launch.operator import operator, operators
+from fi_core.runtime.machine import multiprocessors_of, target_of
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES, E2M1
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values

@@ -10,7 +10,8 @@ import functools
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from fi_core.runtime.launch.operator import multiprocessors_of, operator, operators, target_of
+from fi_core.runtime.launch.operator import operator, operators
+from fi_core.runtime.machine import multiprocessors_of, target_of
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values

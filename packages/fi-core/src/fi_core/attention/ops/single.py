@@ -11,7 +11,8 @@ from fi_core.attention.ops.prefill import WGMMA
 from fi_core.attention.ops.request import FIELDS, TYPES, Facts, alignment, element_bytes
 from fi_core.attention.ops.tile_shapes import MULTIPLY, TILE_OF_48
 from fi_core.runtime.dispatch import Choice
-from fi_core.runtime.launch.operator import operator, planned
+from fi_core.runtime.launch.operator import operator
+from fi_core.runtime.resolve.ahead import planned
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values

@@ -9,7 +9,7 @@ from fi_core.attention.contract import check_workspace, computed, encoding, per_
 from fi_core.attention.wrappers import planners
 from fi_core.attention.wrappers.plan_state import PlannedWrapper, of_plan
 from fi_core.observe.log import fi_api
-from fi_core.runtime.launch.operator import rehearsal
+from fi_core.runtime.machine import rehearsal
 from fi_core.utils import PosEncodingMode, check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:

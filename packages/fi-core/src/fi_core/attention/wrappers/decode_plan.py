@@ -43,7 +43,7 @@ from fi_core.attention.wrappers.plan_state import of_plan
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.errors import blame, unsupported
-from fi_core.runtime.launch.operator import planned
+from fi_core.runtime.resolve.ahead import planned
 from fi_core.utils import PosEncodingMode, _get_range_buf, constants, int32_index
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from fi_core.attention.wrappers.side_by_side import divide, operations, side_by_
 from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import refuse
-from fi_core.runtime.launch.operator import planned
+from fi_core.runtime.resolve.ahead import planned
 
 if TYPE_CHECKING:
     import torch

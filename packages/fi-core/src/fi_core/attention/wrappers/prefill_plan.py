@@ -45,7 +45,7 @@ from fi_core.attention.wrappers.prefill_arguments import (
 )
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.errors import blame
-from fi_core.runtime.launch.operator import planned
+from fi_core.runtime.resolve.ahead import planned
 from fi_core.utils import PosEncodingMode, check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.contract import check_workspace, row_elements
 from fi_core.attention.ops.decode import MAX_RANGES
-from fi_core.runtime.launch.operator import multiprocessors_of, target_of
+from fi_core.runtime.machine import multiprocessors_of, target_of
 
 if TYPE_CHECKING:
     import torch

@@ -5,59 +5,19 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 from fi_core.runtime.build import sources
 from fi_core.runtime.invariance import follow
-from fi_core.runtime.resolve import Found, aside, built, find, start
+from fi_core.runtime.resolve import Found, aside, find, first_usable, start
 from fi_core.runtime.resolve.checks import checks_contents
-from fi_core.runtime.resolve.provider import note
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.op import Entry, Op, Spec
 
 _modules: dict[Any, Any] = {}  # loaded host modules by path: one per op and device kind
-_ATTEMPTS = 5  # to open what was built, while other processes clear the store
 _open_files: list[int] = []  # descriptors of their files
-begun: list[Spec] = []  # by `begin`, for `fi_core.ahead.load_begun`
-
-
-_LAUNCH = re.compile(r"(.+): grid (\d+) x (\d+) x (\d+), (\d+) threads, (\d+) B shared, clusters of (\d+)(, pdl)?.*")
-
-
-class Launch(NamedTuple):
-    """One kernel launch as the host module makes it: the kernel entry and its shape. predicted: of a rehearsal, times in
-    us of the configurations that a cost model finds the fastest; the first is this one.
-    """
-
-    entry: str
-    grid: tuple[int, int, int]
-    threads: int
-    shared_bytes: int
-    cluster: int
-    pdl: bool
-    predicted: tuple[tuple[str, float], ...] = ()
-
-    @classmethod
-    def each(cls, text: str) -> Iterator[Launch]:
-        """A line for each, behind those of its predictions: "~ 12.60 words"."""
-        predicted: list[tuple[str, float]] = []
-        for line in text.splitlines():
-            if line.startswith("~"):
-                _, us, words = line.split(maxsplit=2)
-                predicted.append((words, float(us)))
-                continue
-            entry, *numbers, pdl = _LAUNCH.fullmatch(line).groups()  # type: ignore[union-attr]
-            x, y, z, threads, shared, cluster = map(int, numbers)
-            yield cls(entry, (x, y, z), threads, shared, cluster, bool(pdl), tuple(predicted))
-            predicted = []
-
-    def __str__(self) -> str:
-        shape = f"grid {' x '.join(map(str, self.grid))}, {self.threads} threads, {self.shared_bytes} B shared"
-        cluster = f", clusters of {self.cluster}" if self.cluster > 1 else ""
-        return f"{self.entry}: {shape}{cluster}{', pdl' if self.pdl else ''}"
 
 
 class Kernel(NamedTuple):
@@ -70,10 +30,9 @@ class Kernel(NamedTuple):
     origins: dict[str, Found]
     module: Any
 
-    def run(self, *values: Any) -> tuple[Launch, ...]:
+    def run(self, *values: Any) -> str | None:
         """Launches it for the values of a call, past all choices; a rehearsed kernel tells what it would launch."""
-        text = self.module["run"](self.bound, *values)
-        return tuple(Launch.each(text)) if text else ()
+        return self.module["run"](self.bound, *values)  # type: ignore[no-any-return]
 
 
 def load_module(found: Found) -> Any:
@@ -96,24 +55,6 @@ def load_module(found: Found) -> Any:
     return _modules[found.path]
 
 
-def _first(artifact: Artifact, use: Callable[[Found], Any], places: Iterator[Found] | None = None) -> tuple[Any, Found]:
-    """The first usable file. A prebuilt file that fails to load is skipped, and the reason is logged; one that another
-    process removes from the store is built again.
-    """
-    lost = RuntimeError(f"{artifact.id} could not be loaded")
-    for found in chain(places or find(artifact), (built(artifact) for _ in range(_ATTEMPTS))):
-        try:
-            return use(found), found
-        except (RuntimeError, OSError) as error:
-            if found.origin not in ("store", "jit"):
-                note(found.origin, f"{artifact.id}: {error}")
-                continue
-            lost = RuntimeError(f"{artifact.id} could not be loaded from {found.path}: {error}")
-            if isinstance(error, RuntimeError):
-                raise lost from error
-    raise lost
-
-
 def bind(spec: Spec, device: int = 0) -> Kernel:
     """Resolves the spec and binds it to a device index (of CUDA; all devices of one architecture share the result).
 
@@ -128,7 +69,7 @@ def bind(spec: Spec, device: int = 0) -> Kernel:
 
 def host_module(op: Op, kind: str) -> Any:
     """The host module of an op for "cpu" or "cuda" tensors. Raises what `bind` raises."""
-    return _first(sources.host_module(op, kind), load_module)[0]
+    return first_usable(sources.host_module(op, kind), load_module)[0]
 
 
 @functools.cache
@@ -150,33 +91,20 @@ def bind_artifacts(name: str, artifacts: Sequence[Artifact], entries: Sequence[E
     """
     host, *images = artifacts
     if not images:
-        module, host_found = _first(host, load_module)
+        module, host_found = first_usable(host, load_module)
         return Kernel(module["bind"](name, checks_contents("cpu")), name, {"host": host_found}, module)
     (image,), places = images, find(*images)
     start([host])  # both compilers at once: a cold first call costs the slower one
     places = chain([next(places)], places)
-    module, host_found = _first(host, load_module)
+    module, host_found = first_usable(host, load_module)
     given = image.target.capability, device, 0, 0, *_words(entries)
     checks = checks_contents("cuda")
-    bound, found = _first(image, lambda file: module["bind"](name, checks, file.content(), *given), places)
+    bound, found = first_usable(image, lambda file: module["bind"](name, checks, file.content(), *given), places)
     return Kernel(bound, name, {"host": host_found, "cubin": found}, module)
 
 
 @functools.cache
-def begin(spec: Spec) -> None:
-    """Begins to compile, on other threads, the files of a spec that are not there. `bind` waits for them."""
-    if spec.target.kind == "cpu" or spec.unit() is not None:
-        start(sources.artifacts(spec))
-        begun.append(spec)
-
-
-@functools.cache
-def begin_module(op: Op, kind: str) -> None:
-    """Begins to compile the host module of an op, if it is not there. `host_module` waits for it."""
-    start([sources.host_module(op, kind)])
-
-
-def rehearse(spec: Spec, multiprocessors: int, shared_limit: int, entries: Sequence[Entry] = ()) -> Kernel:
+def rehearse(spec: Spec, multiprocessors: int, shared_limit: int, entries: tuple[Entry, ...] = ()) -> Kernel:
     """A CUDA spec bound without a device: calls compute their launches and do not launch them.
 
     Calls take tensors on the CPU, whose contents are not read. A host module that is neither installed nor in the store

@@ -18,14 +18,16 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
+from fi_core.runtime.errors import without_frames
 from fi_core.runtime.invariance import is_on
 from fi_core.runtime.launch import torch_op
-from fi_core.runtime.launch.kernel import begin_module
-from fi_core.runtime.launch.operator import Operator, operator_of, rehearsal
-from fi_core.runtime.launch.reach import TOKEN_COUNTS
+from fi_core.runtime.launch.operator import Operator, operator_of
+from fi_core.runtime.machine import rehearsal
+from fi_core.runtime.resolve.ahead import TOKEN_COUNTS, begin_module
 from fi_core.runtime.resolve.checks import checks_signs
-from fi_core.runtime.signature import define
+from fi_core.runtime.signature import passed, redefine
 from fi_core.runtime.spec.dtype import DTYPES, short_name
+from fi_core.runtime.tensors import is_special, unreadable
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +94,7 @@ class AtOnce:
 
     def address(self, x: torch.Tensor) -> int:
         """Of the first element, modulo 256."""
-        return 0 if self._is_traced or torch_op.is_special(x) else x.data_ptr() % ALIGNMENT
+        return 0 if self._is_traced or is_special(x) else x.data_ptr() % ALIGNMENT
 
 
 @functools.cache
@@ -248,6 +250,25 @@ class LaunchPlan:
         return results if self._is_list else results[0]
 
 
+_TRACED = "return function(AtOnce({device}, {workspace}, True), {values})"  # by torch.compile
+_PLANNED = """\
+try:
+    if not modes() and not rehearsal() and not checks_signs():
+        given = {given},
+        if not (records() and any(x is not None and x.requires_grad for x in given)):
+            key = {key}
+            plans = known.get(key, ())
+            if plans is not None:
+                for plan in plans:
+                    if (found := plan.run({workspace}, given)) is not None:
+                        return found
+                if (found := make(key, {device}, {all})) is not None:
+                    return found
+except Exception as error:
+    recover({all}, error)
+return function(AtOnce({device}, {workspace}), {values})"""
+
+
 def plans_launches(
     out: str, by: str | None = None, workspace: str = "None", tokens: Mapping[str, int] | None = None
 ) -> Callable[[Callable[Concatenate[Launches, P], R]], Callable[P, R]]:
@@ -283,56 +304,31 @@ class _Plans:
         self.numbers = [p.name for p in self.parameters if p not in self.tensors and p.name != workspace]
         self.known: dict[Any, tuple[LaunchPlan, ...] | None] = {}  # None: calls are not planned
         self.layers = set[Any]()  # whose kernels have begun to compile
-        self.scope: dict[str, Any] = {"modes": self._begin, "records": None, "known": self.known, "make": self._make}
-        self.scope |= {"recover": self._recover, "function": function, "AtOnce": AtOnce, "listed": _listed}
-        self.scope |= {"rehearsal": rehearsal, "checks_signs": checks_signs, "is_on": is_on}
+        scope: dict[str, Any] = {"known": self.known, "make": self._make, "recover": self._recover, "listed": _listed}
+        scope.update(function=function, AtOnce=AtOnce, rehearsal=rehearsal, checks_signs=checks_signs, is_on=is_on)
+        torch_op.signal(scope)
         first = by or next(p.name for p in self.tensors if str(p.annotation) == "torch.Tensor")
-        values = ", ".join(f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in self.parameters)
-        everything = f"({', '.join(p.name for p in self.parameters)},)"
-        at_once = f"return function(AtOnce({first}.device, {workspace}%s), {values})"
-        body = [
-            "try:",
-            "    if not modes() and not rehearsal() and not checks_signs():",
-            f"        given = {', '.join(f'*listed({p.name})' if _is_listed(p) else p.name for p in self.tensors)},",
-            "        if not (records() and any(x is not None and x.requires_grad for x in given)):",
-            f"            key = {first}.shape, {first}.get_device(), {out} is None, is_on(), {', '.join(self.numbers)}",
-            "            plans = known.get(key, ())",
-            "            if plans is not None:",
-            "                for plan in plans:",
-            f"                    if (found := plan.run({workspace}, given)) is not None:",
-            "                        return found",
-            f"                if (found := make(key, {first}.device, {everything})) is not None:",
-            "                    return found",
-            "except Exception as error:",
-            f"    recover({everything}, error)",
-            at_once % "",
-        ]
-        self.planned = self._define(function.__name__, body)
-        self.planned._torchdynamo_inline = self._define(f"traced_{function.__name__}", [at_once % ", True"])
+        words = {
+            "device": f"{first}.device",
+            "key": f"{first}.shape, {first}.get_device(), {out} is None, is_on(), {', '.join(self.numbers)}",
+            "given": ", ".join(f"*listed({p.name})" if "[" in str(p.annotation) else p.name for p in self.tensors),
+            "all": f"({', '.join(p.name for p in self.parameters)},)",
+            "values": passed(self.parameters),
+            "workspace": workspace,
+        }
+        traced, self.planned = (
+            redefine(function, self.parameters, text.format_map(words), scope) for text in (_TRACED, _PLANNED)
+        )
+        self.planned._torchdynamo_inline = traced
         self.planned.begin_other_counts = self.begin_other_counts
         functools.update_wrapper(self.planned, function)
         self.planned.__signature__ = signature.replace(parameters=self.parameters)
-
-    def _define(self, name: str, body: Sequence[str]) -> Any:
-        """A function with the parameters of the planned one."""
-        taken = [p.name if p.default is p.empty else f"{p.name}=None" for p in self.parameters]  # true defaults: below
-        positional = sum(p.kind is not p.KEYWORD_ONLY for p in self.parameters)
-        made: Any = define(
-            name, [*taken[:positional], *(["*"] if taken[positional:] else []), *taken[positional:]], body, self.scope
-        )
-        made.__defaults__, made.__kwdefaults__ = self.function.__defaults__, self.function.__kwdefaults__
-        return made
-
-    def _begin(self) -> int:
-        """Takes the place of `modes` until the first call: declaring functions must not import torch."""
-        self.scope.update(torch_op.signals())
-        return self.scope["modes"]()  # type: ignore[no-any-return]
 
     def _make(self, key: Any, device: torch.device, values: tuple[Any, ...]) -> Any:
         """The result of a call of a new form, whose plan is kept; None: calls of its kind are not planned."""
         named = dict(zip((p.name for p in self.parameters), values))
         tensors = tuple(x for x, _ in self._tensors(named))
-        if any(x is not None and torch_op.unreadable(x) for x in tensors):
+        if any(x is not None and unreadable(x) for x in tensors):
             return None
         builder = PlanBuilder(device, tensors)
         given_out, returned = self._list(builder, named)
@@ -353,18 +349,14 @@ class _Plans:
 
     def _tensors(self, named: dict[str, Any]) -> list[tuple[Any, int | None]]:
         """The tensors of a call in order, each with its axis of tokens."""
-        listed = ((p, _listed(named[p.name]) if _is_listed(p) else (named[p.name],)) for p in self.tensors)
-        return [(x, self.tokens.get(p.name)) for p, tensors in listed for x in tensors]
+        return [(x, self.tokens.get(p.name)) for p in self.tensors for x in _listed(named[p.name])]
 
     def _list(self, builder: PlanBuilder, named: dict[str, Any]) -> tuple[Any, Any]:
         """(the form of the argument `out`, what the function returns) where it lists its launches."""
         forms, given = iter(builder.forms), dict(named)
         for p in self.tensors:
-            value = named[p.name]
-            is_list = isinstance(value, (tuple, list))
-            given[p.name] = (
-                [next(forms) for _ in value] if is_list else value if value is None and _is_listed(p) else next(forms)
-            )
+            own = [next(forms) for _ in _listed(named[p.name])]
+            given[p.name] = own if isinstance(named[p.name], (tuple, list)) else own[0]
         return given[self.out], self.function(builder, **given)
 
     def begin_other_counts(self, device: torch.device, named: dict[str, Any]) -> None:
@@ -398,15 +390,11 @@ class _Plans:
         named = dict(zip((p.name for p in self.parameters), values))
         plain = (value for p, value in zip(self.parameters, values) if p not in self.tensors)
         if all(isinstance(value, Hashable) for value in plain) and not any(
-            x is not None and torch_op.unreadable(x) for x, _ in self._tensors(named)
+            x is not None and unreadable(x) for x, _ in self._tensors(named)
         ):
-            raise torch_op.without_frames(error)
-
-
-def _is_listed(p: inspect.Parameter) -> bool:
-    return "[torch.Tensor" in str(p.annotation)
+            raise without_frames(error)
 
 
 def _listed(value: Any) -> Sequence[Any]:
-    """The tensors of an argument that takes several."""
-    return value if isinstance(value, (tuple, list)) else () if value is None else (value,)
+    """The tensors of an argument, which may take several."""
+    return value if isinstance(value, (tuple, list)) else (value,)

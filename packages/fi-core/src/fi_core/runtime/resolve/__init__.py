@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
+import itertools
 import sys
 import tempfile
 import threading
@@ -23,6 +24,7 @@ from fi_core.runtime.resolve.pool import pool
 from fi_core.runtime.resolve.provider import LACKS, Provider, note, providers
 from fi_core.runtime.spec.artifact import Artifact
 
+_ATTEMPTS = 5  # to open what was built, while other processes clear the store
 _WAIT_SECONDS = 1.0  # R1: a compile that takes longer announces itself
 compiled: list[str] = []  # the names of the files that this process has compiled for its calls, in order
 _serving = threading.Event()
@@ -269,6 +271,28 @@ def find(artifact: Artifact) -> Iterator[Found]:
     """Every place that has the artifact, in order of preference; the last one compiles it if necessary."""
     yield from prebuilt(artifact)
     yield built(artifact)
+
+
+def first_usable(
+    artifact: Artifact, use: Callable[[Found], Any], places: Iterator[Found] | None = None
+) -> tuple[Any, Found]:
+    """What `use` makes of the first file that can be used, and that file.
+
+    A prebuilt file that fails to load is skipped, and the reason is logged; one that another process removes from the
+    store is built again. Raises RuntimeError if none is left.
+    """
+    lost = RuntimeError(f"{artifact.id} could not be loaded")
+    for found in itertools.chain(places or find(artifact), (built(artifact) for _ in range(_ATTEMPTS))):
+        try:
+            return use(found), found
+        except (RuntimeError, OSError) as error:
+            if found.origin not in ("store", "jit"):
+                note(found.origin, f"{artifact.id}: {error}")
+                continue
+            lost = RuntimeError(f"{artifact.id} could not be loaded from {found.path}: {error}")
+            if isinstance(error, RuntimeError):
+                raise lost from error
+    raise lost
 
 
 def build_missing(artifacts: Iterable[Artifact], *, progress: bool | None = None, rebuild: bool = False) -> int:

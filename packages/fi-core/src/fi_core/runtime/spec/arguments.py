@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 import re
 from typing import NamedTuple
 
@@ -29,6 +30,11 @@ class Argument(NamedTuple):
     def is_tensor(self) -> bool:
         return self.kind.startswith("Tensor")
 
+    def wanted(self, value: object) -> str:
+        """What a number, flag or word must be, if the value is none; else empty."""
+        kind, words = _VALUES.get(self.kind.removesuffix("?"), (object, ""))
+        return "" if isinstance(value, kind) or (value is None and self.kind.endswith("?")) else words
+
     @property
     def reader(self) -> str:
         """The C++ type whose `Argument` reads it from a call."""
@@ -45,6 +51,12 @@ CPP_TYPES = {
     "bool": "bool",
     "bool?": "int64_t",
     "str": "int64_t",  # the number that the operator gives the name of a backend
+}
+_VALUES: dict[str, tuple[type, str]] = {
+    "int": (numbers.Integral, "an integer"),
+    "float": (numbers.Real, "a number"),
+    "bool": (numbers.Integral, "a bool"),
+    "str": (str, "a string"),
 }
 # The C++ readers of numbers and of written tensors, which check more than the type.
 _READERS = {"float": "Number", "Tensor": "Written", "Tensor?": "OptionalWritten"}

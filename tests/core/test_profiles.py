@@ -94,13 +94,16 @@ def other(model: Model, dtype: str) -> Iterator[tuple[str, Sizes]]:
 
 # Others have the kernels of one of these.
 KINDS = ["llama-8b", "llama-1b", "gemma2-9b", "gemma2-27b", "gpt-oss-20b", "qwen3-30b-a3b", "qwen3-next-80b-a3b",
-         "qwen3-235b-a22b-fp8", "deepseek-v3", "llama-8b-nvfp4", "llama-8b-mxfp4"]  # fmt: skip
+         "qwen3-235b-a22b-fp8", "deepseek-v3", "kimi-k2", "llama-8b-nvfp4", "llama-8b-mxfp4"]  # fmt: skip
 KV_DTYPES = (None, "float8_e4m3fn", "float8_e5m2")
 SERVED = [(name, "bfloat16") for name in KINDS] + [(name, "float16") for name in KINDS if MODELS[name].serves_fp16]
+OTHERS = [Target("cuda", arch) for arch in PREBUILT_ARCHS if arch != HOPPER.arch]
+# Each model on Hopper and on one of the other targets, which have fewer kernels.
+PLACES = [(target, *served) for n, served in enumerate(SERVED) for target in (HOPPER, OTHERS[n % len(OTHERS)])]
 
 
-@pytest.mark.parametrize(("name", "dtype"), SERVED)
-def test_serving_calls_are_shipped_and_listed(name: str, dtype: str) -> None:
+@pytest.mark.parametrize(("target", "name", "dtype"), PLACES, ids=lambda value: str(value))
+def test_serving_calls_are_shipped_and_listed(target: Target, name: str, dtype: str) -> None:
     """Each call is rehearsed; a kernel that no package has, or that `prebuild --model` does not list, is named."""
     model, shipped = MODELS[name], {a.id for a in aot.grid(("cubin",))}
     missing: set[str] = set()
@@ -108,13 +111,13 @@ def test_serving_calls_are_shipped_and_listed(name: str, dtype: str) -> None:
         if model.latent and kv == "float8_e5m2":
             continue  # refused: no kernel reads it
         options = Options(dtype, kv, page, lora=True)
-        listed = set(iterate_specs(model, HOPPER, options))
+        listed = set(iterate_specs(model, target, options))
         calls = [*attention(model, kv, page)]
         if (kv, page) == (None, 16):
             calls += [*other(model, dtype), *products(model, dtype)]
         for function, sizes in calls:
             own = sizes if dtype == "bfloat16" or function == "mm_fp4" else {"dtype": dtype, **sizes}
-            for spec in chosen(HOPPER, function, own):
+            for spec in chosen(target, function, own):
                 files = [artifact.id for artifact in sources.artifacts(spec)[1:]]
                 missing |= {f"not shipped: {function}: {file}" for file in files if file not in shipped}
                 if spec not in listed:

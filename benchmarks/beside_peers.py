@@ -171,7 +171,7 @@ def compiling(scripts: Sequence[str], few_tokens: bool) -> threading.Thread:
         wanted += [("gemm", "gemm", {**form, "tiles": t, "m": m}) for t, m in tiles for form in (bf16, rows, blocks)]
     if few_tokens:
         wanted += [("attention", "batch_mla", {"q": "bf16", "kv": kv, "rows": "narrow"}) for kv in weights]
-        wanted += [("attention", "mla_plan", {}), ("gemm", "gemm_fp4", {"block": 16, "m": 16})]
+        wanted += [("attention", "mla_plan", {}), ("gemm", "gemm_few_bits", {"block": 16, "m": 16})]
         wanted += [("quantization", "block_quantize", {"out": "e2m1", "block": 16, "scale": "e4m3"})]
     specs = []
     for family, name, values in wanted:

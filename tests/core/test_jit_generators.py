@@ -30,7 +30,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], set[str]]] = {
     "pod": (POD, {"batch_decode", "batch_prefill"}),
     "batch_pod": (POD, {"batch_decode", "batch_prefill"}),
     "act_and_mul": (("silu",), {"act_and_mul"}),
-    "gemm": ((), {"gemm", "gemm_fp4"}),
+    "gemm": ((), {"gemm", "gemm_few_bits"}),
     "gemm_sm90": ((), {"gemm"}),
     "fp8_blockscale_gemm_sm90": ((), {"gemm"}),
     "tinygemm2": ((), {"gemm"}),

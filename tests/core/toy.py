@@ -18,7 +18,7 @@ from fi_core.runtime.spec.target import CPU, Target
 
 KERNELS = fi_kernels.ROOT
 # Ops without a kernel before Hopper: other ops take their place.
-HOPPER_ALONE = {"gemm_bf16_fp8", "gemm_fp4", "moe_experts", "moe_few_tokens", "moe_gated_gemm"}
+HOPPER_ALONE = {"gemm_few_bits", "moe_experts", "moe_few_tokens", "moe_gated_gemm"}
 FILES = {
     "csrc/toy/scale.cc": """// The host module of the toy op.
 #include "fi/toy/scale.h"

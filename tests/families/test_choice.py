@@ -160,7 +160,12 @@ def test_the_ops_of_experts(tokens: int, dtype: torch.dtype, target: Target, exp
 
 @pytest.mark.parametrize(
     ("m", "target", "expected"),
-    [(1, HOPPER, "gemm_fp4"), (128, HOPPER, "gemm_fp4"), (129, HOPPER, "gemm"), (1, cuda_target(8, 9), "gemm")],
+    [
+        (1, HOPPER, "gemm_few_bits"),
+        (128, HOPPER, "gemm_few_bits"),
+        (129, HOPPER, "gemm"),
+        (1, cuda_target(8, 9), "gemm"),
+    ],
 )
 def test_the_op_of_a_product_with_fp4_weights(m: int, target: Target, expected: str) -> None:
     calls = rehearsed(calling("mm_fp4"), {"m": m}, target).calls

@@ -61,7 +61,7 @@ def test_errors_of_long_sums(positive: bool, exact: float, fast: float) -> None:
     def error(use_fast_accum: bool) -> float:
         out = torch.empty(200, 256, device="cuda")
         with using("gemm", "wgmma_sm90"):
-            gemm(out, a, b, use_fast_accum=use_fast_accum)
+            gemm(out, a, b, use_fast_accum=use_fast_accum, tactic=0)  # tiles for few tokens always add in fp32
         return float((out - want).norm() / want.norm())
 
     assert error(False) < exact and 2 * error(False) < error(True) < fast

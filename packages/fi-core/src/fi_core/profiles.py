@@ -348,7 +348,7 @@ def _product_calls(model: Model) -> Iterator[Call]:
     if model.weights != "e4m3":
         block, scale = (16, "e4m3") if model.weights == "nvfp4" else (32, "ue8m0")
         for m in (8, 16):
-            yield Call("gemm", "gemm_fp4", {"out": model.dtype, "block": block, "m": m}, optional=True)
+            yield Call("gemm", "gemm_few_bits", {"out": model.dtype, "block": block, "m": m}, optional=True)
         yield Call("quantization", "block_dequantize", {"input": "e2m1", "out": "bf16", "scale": scale})
         yield Call("gemm", "gemm", {"a": "bf16", "b": "bf16", "out": model.dtype})  # bf16 holds dequantized fp4 exactly
         yield Call("quantization", "block_quantize", {"dtype": model.dtype, "block": block, "scale": scale})

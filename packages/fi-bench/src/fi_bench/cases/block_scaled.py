@@ -126,18 +126,18 @@ def _call_mm_mxfp8(f: Callable[..., Any], x: Inputs) -> Any:
 
 
 CASES = (
-    _case("mm_fp4", _fp4_sizes, _call_mm_fp4, "gemm_fp4"),
+    _case("mm_fp4", _fp4_sizes, _call_mm_fp4, "gemm_few_bits"),
     _case(
         "mm_bf16_fp4",
         _weight_only_sizes,
         lambda f, x: f(x.a, x.b, x.b_descale, x.alpha, x.out_dtype, x.out, x.block_size),
-        "gemm_fp4",
+        "gemm_few_bits",
     ),
     _case(
         "mm_bf16_fp8",
         lambda p: sizes_of(p, *_MNK, "bias", out_dtype="out_dtype"),
         lambda f, x: f(x.a, x.b, x.alpha, bias=x.get("bias"), out=x.out),
-        "gemm_bf16_fp8",
+        "gemm_few_bits",
     ),
     _case("mm_mxfp8", _mxfp8_sizes, _call_mm_mxfp8, "gemm"),
     _case("bmm_mxfp8", _mxfp8_sizes, lambda f, x: f(x.A, x.B, x.A_scale, x.B_scale, x.dtype, x.out), "gemm"),

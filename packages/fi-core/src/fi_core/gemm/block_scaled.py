@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fi_core.gemm import block_scaled_trace as trace
 from fi_core.gemm.backends import takes_backends
 from fi_core.gemm.dense import are_columns, output
-from fi_core.gemm.fp4_op import gemm_fp4, streams
+from fi_core.gemm.few_bits_op import gemm_few_bits, streams
 from fi_core.gemm.ops import gemm
 from fi_core.observe.log import fi_api
 from fi_core.quantization.fp4_quantization import block_scale_interleave
@@ -183,7 +183,7 @@ def multiply_fp4(out: torch.Tensor, a: torch.Tensor, b: Scaled, alpha: torch.Ten
         scales = b.scales
         if b.layout is SfLayout.layout_linear:
             scales = block_scale_interleave(scales.view(b.shape[0], -1))
-        gemm_fp4(out, a, b.values, scales, alpha, block_size=b.format.block)
+        gemm_few_bits(out, a, b.values, scales, alpha, block_size=b.format.block)
     else:
         gemm(out, a, b.bf16(), alpha)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fi_core.gemm import block_scaled_trace as trace
 from fi_core.gemm.backends import takes_backends
 from fi_core.gemm.dense import output
-from fi_core.gemm.fp4_op import gemm_bf16_fp8, streams_fp8
+from fi_core.gemm.few_bits_op import gemm_few_bits, streams
 from fi_core.gemm.ops import gemm
 from fi_core.observe.log import fi_api
 
@@ -51,8 +51,8 @@ def _multiply(
     if out.shape != (*a.shape[:-1], b.shape[0]):
         raise ValueError(f"out must have shape {[*a.shape[:-1], b.shape[0]]}; got {list(out.shape)}")
     rows, to = _rows("a", a), _rows("out", out)
-    if dtype is torch.bfloat16 and streams_fp8(rows, b):
-        gemm_bf16_fp8(to, rows, b, alpha, bias)
+    if dtype is torch.bfloat16 and streams(rows, b):
+        gemm_few_bits(to, rows, b, alpha=alpha, bias=bias, block_size=0)
     else:
         gemm(to, rows, b.to(dtype), alpha.reshape(1), bias=bias)
     return out

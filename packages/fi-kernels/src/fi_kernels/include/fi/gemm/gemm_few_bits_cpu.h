@@ -31,16 +31,24 @@ inline void dequantize_fp4_row(const GemmFewBitsParams& p, int32_t row, int32_t 
   }
 }
 
-// dequantize(row, to): makes a row of b bf16.
-template <class Dequantize>
-void gemm_few_bits(const GemmFewBitsParams& p, DType out, const Dequantize& dequantize) {
+inline void dequantize_fp8_row(const GemmFewBitsParams& p, int32_t row, bf16_t* to) {
+  const uint8_t* codes = p.b + row * p.b_row_stride;
+  for (int32_t i = 0; i < p.k; ++i) to[i].bits = static_cast<uint16_t>(float_bits(to_float(e4m3_t{codes[i]})) >> 16);
+}
+
+// group: k that share a scale of fp4 weights; 0: weights are e4m3.
+inline void gemm_few_bits(const GemmFewBitsParams& p, int32_t group, DType out) {
   constexpr int64_t kRows = 512;  // of b at a time
   const int64_t k = (p.k + 31) / 32 * 32;
   std::vector<bf16_t> weights(static_cast<size_t>(std::min<int64_t>(kRows, p.n) * k));
   for (int64_t first = 0; first < p.n; first += kRows) {
     const int64_t rows = std::min<int64_t>(kRows, p.n - first);
     parallel_for(rows, std::max<int64_t>(1, 16384 / k), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) dequantize(static_cast<int32_t>(first + i), weights.data() + i * k);
+      for (int64_t i = begin; i < end; ++i) {
+        const auto row = static_cast<int32_t>(first + i);
+        bf16_t* to = weights.data() + i * k;
+        group ? dequantize_fp4_row(p, row, group, to) : dequantize_fp8_row(p, row, to);
+      }
     });
     GemmProblem q{};
     q.out = static_cast<char*>(p.out) + first * out.bytes();
@@ -58,17 +66,6 @@ void gemm_few_bits(const GemmFewBitsParams& p, DType out, const Dequantize& dequ
     q.batch = q.matrices = q.a_scale_rows = q.b_scale_rows = 1;
     gemm(q, kBF16, kBF16, out);
   }
-}
-
-inline void gemm_fp4(const GemmFewBitsParams& p, int32_t group, DType out) {
-  gemm_few_bits(p, out, [&](int32_t row, bf16_t* to) { dequantize_fp4_row(p, row, group, to); });
-}
-
-inline void gemm_bf16_fp8(const GemmFewBitsParams& p, DType out) {
-  gemm_few_bits(p, out, [&](int32_t row, bf16_t* to) {
-    const uint8_t* codes = p.b + row * p.b_row_stride;
-    for (int32_t i = 0; i < p.k; ++i) to[i].bits = static_cast<uint16_t>(float_bits(to_float(e4m3_t{codes[i]})) >> 16);
-  });
 }
 
 }  // namespace fi::cpu

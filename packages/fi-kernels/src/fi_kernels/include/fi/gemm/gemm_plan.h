@@ -64,12 +64,11 @@ struct GemmPredictions {
     std::stable_sort(found.begin(), found.end(), [](const auto& x, const auto& y) { return x.first < y.first; });
     for (size_t i = 0; i < std::min<size_t>(3, found.size()); ++i) {
       const auto& [clocks, choice] = found[i];
-      std::string words = choice.entry->name;
+      std::string& words = Kernel::rehearsed();
+      words += "~ " + std::to_string(clocks / kGemmClocksOfUs) + " " + choice.entry->name;
       if (choice.transposed) words += ", exchanged operands";
       if (choice.splits > 1) words += ", k split by " + std::to_string(choice.splits);
-      char us[32];
-      snprintf(us, sizeof us, "~ %.2f ", clocks / kGemmClocksOfUs);
-      Kernel::rehearsed() += us + words + "\n";
+      words += "\n";
     }
   }
 };

@@ -1,4 +1,4 @@
-"""The launcher of gemm_fp4 without a GPU: tiles, warps that split k, shared memory and refusals, by the mock driver."""
+"""The launcher of gemm_few_bits without a GPU: tiles, warps that split k, memory and refusals, by the mock driver."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ import pytest
 
 from kernels.mock_driver import Call, Gpu, Tensor, build_driver, launches, parameters
 
-OUT, A, B, SB, ALPHA = ((1 << 40) + 0x1000000 * i for i in range(5))
+OUT, A, B, SB, ALPHA, BIAS = ((1 << 40) + 0x1000000 * i for i in range(6))
 Gemm = Callable[..., list[Call]]
 
 
 @pytest.fixture(scope="module")
 def gemm(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Calls the op on bf16 [m, k] times fp4 [n, k], with what is changed; the driver calls."""
-    folder = tmp_path_factory.mktemp("gemm_fp4")
+    """Calls the op on bf16 [m, k] times fp4 [n, k], or e4m3 with block 0, with what is changed; the driver calls."""
+    folder = tmp_path_factory.mktemp("gemm_few_bits")
     gpu = Gpu(build_driver(folder), Path(folder) / "log", 90)
 
     def call(m: int, n: int, k: int, block: int = 16, tokens: int = 16, **change: Any) -> list[Call]:
-        scales = (-(-n // 128) * 128, -(-k // block // 4) * 4)
         arguments: dict[str, Any] = {
-            "out": Tensor(OUT, (m, n), "bf16"), "a": Tensor(A, (m, k), "bf16"), "b": Tensor(B, (n, k // 2), "u8"),
-            "b_scale": Tensor(SB, scales, "u8"), "block_size": block,
+            "out": Tensor(OUT, (m, n), "bf16"), "a": Tensor(A, (m, k), "bf16"), "block_size": block,
         }  # fmt: skip
+        if block:
+            scales = (-(-n // 128) * 128, -(-k // block // 4) * 4)
+            arguments |= {"b": Tensor(B, (n, k // 2), "u8"), "b_scale": Tensor(SB, scales, "u8")}
+        else:
+            arguments["b"] = Tensor(B, (n, k), "e4m3")
         axes = {"out": "bf16", "block": block, "tokens": tokens}
-        return gpu.call("gemm_fp4", axes, arguments | change, implementation="mma_sm90")
+        return gpu.call("gemm_few_bits", axes, arguments | change, implementation="mma_sm90")
 
     yield call
     gpu.close()
@@ -50,8 +53,17 @@ def test_rows_of_weights_fill_the_device(gemm: Gemm) -> None:
     assert boxes[B] == [[4096, 1, 128], [28672, 4096, 224], [1, 128, 1]]
 
 
+def test_a_stage_of_fp8_weights_has_128_k(gemm: Gemm) -> None:
+    calls = gemm(16, 28672, 8192, 0, alpha=Tensor(ALPHA, (), "f32"), bias=Tensor(BIAS, (28672,), "bf16"))
+    launch, p = one(calls)
+    assert (launch["grid"], launch["block"]) == ([128, 1, 1], [640, 1, 1])
+    assert (p["blocks"], p["row_warps"], p["scale_blocks"], p["alpha"], p["bias"]) == (14, 4, 0, ALPHA, BIAS)
+    boxes = {c["address"]: c["dimensions"] for c in calls if c["call"] == "tensor_map"}
+    assert boxes[B] == [[8192, 1, 128], [28672, 8192, 224], [1, 128, 1]]
+
+
 @pytest.mark.parametrize("tokens", [8, 16])
-@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("block", [0, 16, 32])
 @pytest.mark.parametrize(("n", "k"), [(4096, 14336), (8192, 28672), (6144, 4096), (72, 96), (1, 32), (128256, 8192)])
 def test_every_shape_has_a_launch(gemm: Gemm, n: int, k: int, block: int, tokens: int) -> None:
     """CTAs cover the rows and the tokens; twice the stages fit that sets of warps read at a time, and all in turn."""
@@ -62,7 +74,7 @@ def test_every_shape_has_a_launch(gemm: Gemm, n: int, k: int, block: int, tokens
     assert 16 // p["row_warps"] <= p["stages"] <= 16
     assert p["stages"] % max(4, 8 // p["row_warps"]) == 0
     assert launch["shared_bytes"] <= 226 * 1024
-    assert p["scale_blocks"] * 128 >= rows
+    assert p["scale_blocks"] * 128 >= rows or block == 0
 
 
 @pytest.mark.parametrize(
@@ -73,6 +85,8 @@ def test_every_shape_has_a_launch(gemm: Gemm, n: int, k: int, block: int, tokens
         ({"b_scale": Tensor(SB + 4, (512, 16), "u8")}, "b_scale must be 16-byte aligned"),
         ({"alpha": Tensor(ALPHA, (2,), "f32")}, "alpha must have one element"),
         ({"block_size": 8}, "block_size must be 16"),
+        ({"bias": Tensor(BIAS, (511,), "bf16")}, "bias must have shape"),
+        ({"b": Tensor(B, (512, 256), "e4m3"), "block_size": 0}, "b_scale must be None"),
     ],
 )
 def test_refusals(gemm: Gemm, change: dict[str, Any], words: str) -> None:

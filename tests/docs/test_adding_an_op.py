@@ -86,7 +86,7 @@ def test_house_rules_hold(copy: Copy) -> None:
 def test_why_names_its_kernel(copy: Copy) -> None:
     op = copy.json("why", "squared_relu", "dtype=bf16", "--target", "sm_90a")
     assert isinstance(op, dict) and op["chosen"] == "cuda_core"
-    asked = ("fi_core.elementwise.squared_relu", "n=64", "d=4096", "--target", "sm_90a")
+    asked = ("fi_core.elementwise.squared_relu", "n=64", "d=4096", "--target", "sm_90a", "--compile")
     call = copy.json("why", *asked)
     assert isinstance(call, dict)
     ((launch,),) = [one["launches"] for one in call["calls"]]

@@ -163,7 +163,7 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("--seed", type=_count, default=0, metavar="S", help="which binaries those are; default: 0")
 
     text = "Explain how a call is computed: the implementation, its kernel launch, the origin of its files, and the "
-    text += "reason against each other implementation. Nothing runs, and no GPU is needed."
+    text += "reason against each other implementation. Nothing runs, nothing is compiled, and no GPU is needed."
     why = commands.add("why", "why:run", text, targets=True)
     names = "a function or wrapper, such as fi_core.rmsnorm or BatchDecodeWithPagedKVCacheWrapper, or an op"
     why.add_argument("name", metavar="NAME", help=names)
@@ -172,6 +172,9 @@ def parser() -> argparse.ArgumentParser:
     why.add_argument("--backend", help="the backend argument of the call, or an implementation")
     sms = "SMs of the device; default: those of the largest device of the architecture"
     why.add_argument("--multiprocessors", type=int, metavar="N", help=sms)
+    launchers = "compile, for this answer alone, launchers that are neither installed nor in the store: they make the "
+    launchers += "requests and launches; without them the answer is what declarations tell"
+    why.add_argument("--compile", action="store_true", help=launchers)
 
     text = "List the modules that can be built ahead of time, or show one of them."
     listing = commands.add("list-modules", "modules:list_modules", text, targets=True)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import fi_core
 from fi_core.cli import machine
+from fi_core.cli.origin import origin
 from fi_core.cli.report import Report, paint, size
-from fi_core.cli.why import origin
 from fi_core.jit.base import default_targets
 from fi_core.jit.ops import specs_of
 from fi_core.registry import ops

@@ -6,19 +6,19 @@ import argparse
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from fi_core.cli.declared import WAY_OUT, describe_op
+from fi_core.cli.origin import Origin, describe_file, origin
 from fi_core.cli.reached import ops_of
 from fi_core.cli.report import Report, UsageError, paint
 from fi_core.jit.base import default_targets
 from fi_core.registry import described, ops
-from fi_core.runtime.build import compiler, sources
+from fi_core.runtime.build import sources
 from fi_core.runtime.dispatch import AUTO, Choice, Request, choose, explain
-from fi_core.runtime.env import env
 from fi_core.runtime.errors import LibraryError, UnsupportedError
 from fi_core.runtime.machine import Launch
-from fi_core.runtime.resolve import answers, kept, misses
+from fi_core.runtime.resolve import where
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Op, Spec
@@ -32,30 +32,13 @@ _DEVICES = {80: (108, 163), 86: (84, 99), 89: (142, 99), 90: (132, 227), 100: (1
 _OTHER_DEVICE = (128, 99)
 
 
-class Origin(NamedTuple):
-    """The origin of a file, and the places that do not have it: (who, reason)."""
-
-    artifact: Artifact
-    text: str
-    path: Path | None
-    ready: bool  # a call gets it
-    misses: list[tuple[str, str]]
-
-    def data(self) -> dict[str, Any]:
-        return {
-            "file": self.artifact.file,
-            "kind": self.artifact.kind,
-            "from": self.text,
-            "path": str(self.path) if self.path else None,
-            "ready": self.ready,
-            "misses": [{"from": who, "why": why} for who, why in self.misses],
-        }
-
-
 class Step(NamedTuple):
-    """One op of a call: its Choice, and its launches; None: they are not known. files: with a user's variant."""
+    """One op of a call: its Choice, and its launches; None: they are not known. files: with a user's variant.
 
-    choice: Choice
+    An op in place of a choice: its launcher, which makes the request, is not there.
+    """
+
+    choice: Choice | Op
     launches: tuple[Launch, ...] | None
     files: tuple[Artifact, ...] | None = None
 
@@ -106,8 +89,7 @@ def _explain_op(
         return _refused(str(request), error, explain(request))
     except ValueError as error:
         raise UsageError(str(error)) from None
-    data, lines, ready = _describe(step)
-    return data, lines, ready
+    return _describe(step, target)
 
 
 def _field_value(text: str, allowed: Sequence[object] | None) -> object:
@@ -194,26 +176,39 @@ def _explain_call(
     head = f"{name}({', '.join(f'{n}={v}' for n, v in asked.items())}) on {target}"
     data: dict[str, Any] = {"name": name, "sizes": asked, "target": str(target)}
     try:
-        steps = _rehearse(sample, sizes, target, args.multiprocessors)
+        steps = _rehearse(sample, sizes, target, args.multiprocessors, args.compile)
     except UnsupportedError as error:
         found, lines, ok = _refused(head, error, {})
         return data | found, lines, ok
     except (TypeError, ValueError, LibraryError) as error:
         raise UsageError(str(error)) from None
-    described = [_describe(step) for step in steps]
+    described = [_describe(step, target) for step in steps]
     data["calls"] = [one for one, _, _ in described]
     lines = [head, *(f"  {line}" for _, texts, _ in described for line in texts)]
+    if any(step.launches is None for step in steps):
+        data["incomplete"] = WAY_OUT
+        lines.append(WAY_OUT)
     return data, lines, all(ready for _, _, ready in described)
 
 
-def _rehearse(sample: Callable[..., Any], sizes: dict[str, Any], target: Target, sms: int | None) -> list[Step]:
+def _rehearse(
+    sample: Callable[..., Any], sizes: dict[str, Any], target: Target, sms: int | None, compiles: bool
+) -> list[Step]:
     """The ops that a call runs, without duplicates."""
     from fi_core.runtime.machine import Rehearsal
 
     usual, shared = _DEVICES.get(target.capability, _OTHER_DEVICE)
-    with Rehearsal(target, sms or usual, shared << 10) as rehearsal:
+
+    def has_launcher(op: Op) -> bool:
+        return compiles or where(sources.host_module(op, target.kind)) is not None
+
+    with Rehearsal(target, sms or usual, shared << 10, has_launcher) as rehearsal:
         sample(**sizes)
-    return [Step(choice, done, rehearsal.files.get(choice)) for choice, done in dict.fromkeys(rehearsal.calls)]
+    files = rehearsal.files
+    return [
+        Step(choice, done, None if isinstance(choice, Op) else files.get(choice))
+        for choice, done in dict.fromkeys(rehearsal.calls)
+    ]
 
 
 def _size_value(text: str) -> Any:
@@ -255,8 +250,10 @@ def _refused(
     )
 
 
-def _describe(step: Step) -> tuple[dict[str, Any], list[str], bool]:
+def _describe(step: Step, target: Target) -> tuple[dict[str, Any], list[str], bool]:
     choice = step.choice
+    if isinstance(choice, Op):
+        return describe_op(choice, target)
     origins = _origins(choice.spec) if step.files is None else [origin(artifact) for artifact in step.files]
     data = {
         "op": choice.request.op.name,
@@ -281,40 +278,12 @@ def _describe(step: Step) -> tuple[dict[str, Any], list[str], bool]:
             lines += [f"      predicted {us:.1f} us: {words}" for words, us in launch.predicted]
     elif choice.entries:
         lines += [f"    kernel entry {entry}" for entry in choice.entries]
-    lines += [line for origin in origins for line in _describe_file(origin)]
+    lines += [line for origin in origins for line in describe_file(origin)]
     lines += [f"  {name}: {'; '.join(why)}" for name, why in choice.reasons]
     return data, lines, all(origin.ready for origin in origins)
-
-
-def _describe_file(origin: Origin) -> list[str]:
-    place = f" {origin.path}" if origin.path else ""
-    lines = [f"    {origin.artifact.file}: {origin.text if origin.ready else paint(origin.text, 'red')}{place}"]
-    return [*lines, *(f"      {who}: {why}" for who, why in origin.misses)]
 
 
 def _origins(spec: Spec) -> list[Origin]:
     if spec.op.is_composite or (spec.target.kind == "cuda" and spec.unit() is None):
         return []  # other ops, or another library, bring the kernel
     return [origin(artifact) for artifact in sources.artifacts(spec)]
-
-
-def origin(artifact: Artifact) -> Origin:
-    """The file that a call would use, looking in each place in order without changing anything."""
-    missed: list[tuple[str, str]] = []
-    for provider, found, why in answers(artifact):
-        if found:
-            return Origin(artifact, provider.name, found.path, True, missed)
-        if (provider.name, why) not in missed:  # it was asked for each target that fits
-            missed.append((provider.name, why))
-    missed = misses(artifact)
-    directory = kept(artifact)
-    if directory:
-        packages = [miss for miss in missed if miss[0] != "store"]
-        return Origin(artifact, "store", directory / artifact.file, True, packages)
-    made_by = compiler.program(artifact)
-    if env.jit == "off":
-        return Origin(artifact, "nowhere: FI_JIT=off forbids to compile it", None, False, missed)
-    if made_by is None:
-        missing = "CUDA compiler" if artifact.kind == "cubin" else "C++ compiler"
-        return Origin(artifact, f"nowhere: there is no {missing} (see fi-core doctor)", None, False, missed)
-    return Origin(artifact, f"would compile with {made_by}", None, True, missed)

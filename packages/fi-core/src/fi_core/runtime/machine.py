@@ -57,12 +57,14 @@ class Rehearsal:
     Args:
         target: the rehearsed target.
         multiprocessors, shared_limit: of its device; the latter in bytes of a CTA.
+        has_launcher: of an op; without one `calls` has the op in place of the choice, or no launches of a variant.
     """
 
-    def __init__(self, target: Target, multiprocessors: int, shared_limit: int) -> None:
+    def __init__(self, target: Target, multiprocessors: int, shared_limit: int, has_launcher: Any = bool) -> None:
         self.target, self.multiprocessors, self.shared_limit = target, multiprocessors, shared_limit
-        self.calls: list[tuple[Any, tuple[Launch, ...]]] = []
+        self.calls: list[tuple[Any, tuple[Launch, ...] | None]] = []
         self.files: dict[Any, tuple[Any, ...]] = {}
+        self.has_launcher = has_launcher
 
     def note(self, choice: Any, told: str | None = None) -> None:
         """Keeps a call. told: its launches, as `Kernel.run` tells them."""

@@ -208,8 +208,10 @@ class Operator:
                 self._learned.add(found)
         return lesson
 
-    def _rehearsed(self, shown: Rehearsal, device: Any, values: tuple[Any, ...]) -> Choice:
+    def _rehearsed(self, shown: Rehearsal, device: Any, values: tuple[Any, ...]) -> Choice | None:
         """Computes the launches of a call, which does not run."""
+        if not shown.has_launcher(self.op):
+            return shown.calls.append((self.op, None))
         choice, _ = self._choose(self.request(device, *values), device)
         is_cuda = shown.target.kind == "cuda"
         told = rehearse(choice.spec, shown.multiprocessors, shown.shared_limit).run(*values) if is_cuda else None

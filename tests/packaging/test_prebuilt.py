@@ -179,3 +179,24 @@ def test_other_targets(site: Callable[..., Site], mock_driver: Path) -> None:
     kernels = site(*BOTH).probe(f"{OP}_cuda", FI_CUDA_ARCH_LIST="8.7", FI_MOCK_CAPABILITY="87", **places)["kernels"]
     assert kernels == {f"{OP}_cuda_sm_87": {"host": HOST, "cubin": DEVICE}}
     assert site(*BOTH).why(OP, "--target", "sm_103a", **places) == {"cuda": HOST, "cubin": NOWHERE}
+
+
+# Those of fi_core.profiles that differ in their layers, and options of serving.
+CONFIGURATIONS = {
+    "llama-8b": (), "llama-1b": ("--kv-dtype", "float8_e5m2"), "gemma2-9b": ("--page-size", "1"),
+    "gpt-oss-20b": (), "mixtral-8x7b": ("--tp", "8"), "qwen3-30b-a3b": ("--lora",),
+    "qwen3-235b-a22b-fp8": ("--kv-dtype", "float8_e4m3fn"), "qwen3-next-80b-a3b": ("--spec-tokens", "4"),
+    "deepseek-v3": (), "kimi-k2": ("--kv-dtype", "float8_e4m3fn", "--page-size", "64"),
+    "llama-8b-nvfp4": ("--dtype", "float16"), "llama-8b-mxfp4": (),
+}  # fmt: skip
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("model", CONFIGURATIONS)
+def test_a_model_is_served_without_compilers(model: str, site: Callable[..., Site]) -> None:
+    """Every file that `prebuild --model` lists comes from the wheels; a test above binds each of them."""
+    here, options = site(*BOTH), ("--model", model, *CONFIGURATIONS[model], "--target", "sm_90a")
+    done = here.run(here.python.with_name("fi-core"), "prebuild", *options, "--list", "--json", FI_JIT="off")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["missing"] == 0 and {file["from"] for file in found["files"]} == {HOST, DEVICE}

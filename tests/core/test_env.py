@@ -74,6 +74,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ("dump_exclude", "FI_DUMP_EXCLUDE", "a", ("a",)),
         ("trace_dump", "FI_TRACE_DUMP", "0", False),
         ("trace_dump_dir", "FI_TRACE_DUMP_DIR", "t", Path.cwd() / "t"),
+        ("trace_apply_path", "FI_TRACE_APPLY_PATH", "s", Path.cwd() / "s"),
     ],
 )
 def test_values(monkeypatch: pytest.MonkeyPatch, attribute: str, name: str, text: str, value: Any) -> None:

@@ -51,7 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "triton",
     ),
     ("profiles", "registry"),
-    ("trace_templates",),
+    ("trace_apply", "trace_templates"),
     ("ahead", "aot", "integrations", "jit", "verify"),
     ("cli", "__main__", "collect_env", ""),
 )

@@ -49,6 +49,7 @@ from fi_core import testing as testing
 from fi_core import tllm_enums as tllm_enums
 from fi_core import topk as topk
 from fi_core import topk_varlen as topk_varlen
+from fi_core import trace_apply as trace_apply
 from fi_core import trace_templates as trace_templates
 from fi_core import triton as triton
 from fi_core import utils as utils

@@ -234,7 +234,7 @@ class TraceTemplate:
 
     def definition(self, api: str, arguments: Mapping[str, Any], name: str | None = None) -> dict[str, Any]:
         """The JSON-ready benchmark definition of one call, from shapes and dtypes only."""
-        values = {axis: self._axis_value(axis, kind, arguments) for axis, kind in self.axes.items()}
+        values = self._axis_values(arguments)
         result: dict[str, Any] = {
             "name": name or self.definition_name(values),
             "description": self.description,
@@ -266,6 +266,13 @@ class TraceTemplate:
             return definition
 
         return fi_trace
+
+    def name_of(self, arguments: Mapping[str, Any]) -> str:
+        """The name of the definition of a call."""
+        return self.definition_name(self._axis_values(arguments))
+
+    def _axis_values(self, arguments: Mapping[str, Any]) -> dict[str, int | None]:
+        return {axis: self._axis_value(axis, kind, arguments) for axis, kind in self.axes.items()}
 
     def definition_name(self, axis_values: Mapping[str, int | None]) -> str:
         """The name of a definition: the op and the values of its constant axes, "gemm_n4096_k512"."""

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from fi_core.observe.comparison import default_check, default_tolerances
+from fi_core.observe.comparison import default_check, default_tolerances, standard_check
 from fi_core.observe.describe import axes_of, options, samples, sized, tensors, words
+from fi_core.observe.solution import BuildSpec, Solution, SourceFile, SupportedBindings, SupportedLanguages
 from fi_core.observe.template import (
     Const,
     Scalar,
@@ -25,8 +26,13 @@ from fi_core.observe.template import (
 from fi_core.runtime.env import env
 
 __all__ = [
+    "BuildSpec",
     "Const",
     "Scalar",
+    "Solution",
+    "SourceFile",
+    "SupportedBindings",
+    "SupportedLanguages",
     "Tensor",
     "TraceTemplate",
     "Var",
@@ -40,6 +46,7 @@ __all__ = [
     "fi_trace",
     "options",
     "samples",
+    "standard_check",
     "sized",
     "template_problems",
     "tensors",
@@ -150,6 +157,14 @@ class Described(NamedTuple):
     def call(self, arguments: Mapping[str, Any]) -> Any:
         """The result of the function."""
         return self.bind(arguments)(**self.own(arguments))
+
+
+def traced_functions() -> dict[Callable[..., Any], list[TraceTemplate]]:
+    """The functions with templates, of the families that are loaded."""
+    found: dict[Callable[..., Any], list[TraceTemplate]] = {}
+    for function, template, _ in _TRACE_REGISTRY:
+        found.setdefault(function, []).append(template)
+    return found
 
 
 def every_described() -> Iterator[Described]:

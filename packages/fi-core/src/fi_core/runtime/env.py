@@ -332,6 +332,9 @@ class Env:
     trace_dump = Variable[bool](
         NOT_ZERO, False, "import", "Write a benchmark definition for each op and its constants."
     )
+    trace_apply_path = Variable[Path | None](
+        PATH, None, "call", "The folder whose solutions/**/*.json `trace_apply.enable_apply()` runs."
+    )
     trace_dump_dir = Variable[Path | None](PATH, None, "call", "Where FI_TRACE_DUMP writes; unset: nothing is written.")
 
     def _default_cache(self) -> Path:

@@ -95,8 +95,10 @@ def replace_parameter(layer: Any, param_name: str, new_data: torch.Tensor | None
 
 
 def _swap(layer: Any, *names: str) -> None:
+    """As vLLM's swap_w13_to_w31: torch rolls no e4m3 on a GPU."""
     for name in names:
-        replace_parameter(layer, name, getattr(layer, name).data.roll(getattr(layer, name).shape[1] // 2, 1))
+        rows = getattr(layer, name).data
+        replace_parameter(layer, name, rows.unflatten(1, (2, -1)).flip(1).flatten(1, 2))
 
 
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase, CustomOp):
@@ -111,6 +113,30 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase, CustomOp):
         if self.swaps() and self.moe.is_act_and_mul:
             _swap(layer, "w13_weight")
         self.make_kernel(layer, gemm1_clamp_limit=layer.limit)
+
+
+class Fp8MoEMethod(FusedMoEMethodBase):
+    backend_name = "fp8_backend"
+
+    def __init__(self, quant_config: Any, layer: Any) -> None:
+        super().__init__(layer.moe_config)
+        self.weight_block_size = quant_config.weight_block_size
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if self.swaps():
+            _swap(layer, "w13_weight", "w13_weight_scale_inv")
+        self.make_kernel(
+            layer, w1_scale=layer.w13_weight_scale_inv, w2_scale=layer.w2_weight_scale_inv,
+            block_shape=self.weight_block_size, weight_quant_dtype=torch.float8_e4m3fn,
+        )  # fmt: skip
+
+
+class Fp8Config:
+    def __init__(self, weight_block_size: list[int] | None) -> None:
+        self.weight_block_size = weight_block_size
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        return Fp8MoEMethod(self, layer)
 
 
 class GptOssMxfp4MoEMethod(FusedMoEMethodBase):
@@ -333,6 +359,7 @@ MODULES: dict[str, dict[str, Any]] = {
     f"{MOE}.modular_kernel": {
         "FusedMoEExpertsModular": FusedMoEExpertsModular, "FusedMoEActivationFormat": FusedMoEActivationFormat,
     },
+    f"{MOE}.oracle.fp8": {"Fp8MoeBackend": members("Fp8MoeBackend", "FLASHINFER_CUTLASS")},
     f"{MOE}.oracle.mxfp4": {
         "Mxfp4MoeBackend": members("Mxfp4MoeBackend", "FLASHINFER_CUTLASS_MXFP4_BF16"),
         "make_mxfp4_moe_kernel": make_mxfp4_moe_kernel,
@@ -341,11 +368,12 @@ MODULES: dict[str, dict[str, Any]] = {
     f"{MOE}.topk_weight_and_reduce": {"TopKWeightAndReduceNoOP": type("TopKWeightAndReduceNoOP", (), {})},
     f"{MOE}.unquantized_fused_moe_method": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
     f"{LAYERS}.quantization": {"register_quantization_config": register_quantization_config},
+    f"{LAYERS}.quantization.fp8": {"Fp8Config": Fp8Config, "Fp8MoEMethod": Fp8MoEMethod},
     f"{LAYERS}.quantization.mxfp4": {
         "GptOssMxfp4Config": GptOssMxfp4Config, "GptOssMxfp4MoEMethod": GptOssMxfp4MoEMethod,
     },
     f"{LAYERS}.quantization.utils.quant_utils": {
-        name: name for name in ("kMxfp4Static",)
+        name: name for name in ("kFp8Dynamic128Sym", "kFp8Static128BlockSym", "kMxfp4Static")
     },
     f"{LAYERS}.mamba": {}, f"{LAYERS}.mamba.gdn": {}, f"{LAYERS}.mamba.ops": {},
     f"{LAYERS}.mamba.gdn.qwen_gdn_linear_attn": {

@@ -38,7 +38,7 @@ def test_methods_take_what_vllm_passes(plugin: Any, version: str) -> None:
     ours = {
         "FusedMoEExperts": experts.Experts, "FusedMoEExpertsModular": experts.Experts,
         "GptOssMxfp4MoEMethod": experts.Mxfp4, "UnquantizedFusedMoEMethod": experts.Unquantized,
-        "Mxfp4Config": experts.GptOss, "FlashAttnMLAImpl": mla.Impl,
+        "Fp8Config": experts.Fp8, "Mxfp4Config": experts.GptOss, "FlashAttnMLAImpl": mla.Impl,
         "QwenGatedDeltaNetAttention": gdn.Layer,
     }  # fmt: skip
     compared = 0
@@ -53,12 +53,15 @@ def test_methods_take_what_vllm_passes(plugin: Any, version: str) -> None:
             x.rstrip("=") for x in wanted if x[0] != "*"
         ], name
         compared += 1
-    assert compared >= 13
+    assert compared >= 14
     chunks = inspect.signature(gdn.Chunks.forward_fi).parameters
     assert {x.rstrip("=") for x in recorded(version)["ChunkGatedDeltaRule.forward_cuda"]} <= set(chunks)
     build = recorded(version)["MLACommonMetadataBuilder._build_decode"]
     taken = inspect.signature(vars(mla.Builder)["_build_decode"]).parameters
     assert {name for name in taken if name != "others"} <= set(build)
+    assert set(models.MODULES[f"{models.MOE}.oracle.fp8"]["Fp8MoeBackend"].__members__) <= set(
+        recorded(version)["Fp8MoeBackend"]
+    )
     for enum in ("Mxfp4MoeBackend", "UnquantizedMoeBackend"):
         path = f"{models.MOE}.oracle.{'mxfp4' if enum[0] == 'M' else 'unquantized'}"
         assert set(models.MODULES[path][enum].__members__) <= set(recorded(version)[enum])
@@ -170,6 +173,28 @@ def test_experts_of_a_rank(plugin: Any, device: str) -> None:
     assert_close(total, full, tolerance=(0.02, 0.02))
 
 
+def fp8_layer(w1: torch.Tensor, s1: torch.Tensor, w2: torch.Tensor, s2: torch.Tensor, device: str) -> tuple[Any, Any]:
+    values = parameters(w13_weight=w1, w13_weight_scale_inv=s1, w2_weight=w2, w2_weight_scale_inv=s2)
+    layer = Layer(**values, moe_config=config(device=device))
+    return models.QUANTIZATION["fp8"]([128, 128]).get_quant_method(layer, ""), layer
+
+
+def fp8_weights(device: str) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    shapes = (2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)
+    return [moe.block_quantized(weights(*shape, device, i)) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 200])
+def test_experts_in_fp8_blocks(plugin: Any, tokens: int, device: str) -> None:
+    (q1, s1, w1), (q2, s2, w2) = fp8_weights(device)
+    method, layer = fp8_layer(q1, s1, q2, s2, device)
+    method.process_weights_after_loading(layer)
+    assert method.moe_kernel.expects_unquantized_inputs
+    x, ids, scales = routed(tokens, device)
+    want = moe.experts(x, ids, scales, swapped(w1), w2)
+    assert moe.error(apply(method, layer, x, ids, scales), want) < 0.06
+
+
 def test_experts_of_gpt_oss(plugin: Any, device: str) -> None:
     """mxfp4 weights with biases; gate and linear rows alternate."""
     generator = torch.Generator().manual_seed(1)
@@ -224,7 +249,11 @@ def test_experts_that_stay_vllms(
 
 
 def test_other_quantization_stays_vllms(plugin: Any) -> None:
-    assert "fp8" not in models.QUANTIZATION
+    layer = SimpleNamespace(moe_config=config())
+    for blocks in (None, [64, 128]):
+        assert models.QUANTIZATION["fp8"](blocks).get_quant_method(layer, "").fp8_backend == "TRITON"
+    layer = SimpleNamespace(moe_config=config(hidden_dim=192))
+    assert models.QUANTIZATION["fp8"]([128, 128]).get_quant_method(layer, "").fp8_backend == "TRITON"
     chosen = SimpleNamespace(moe_config=config(Activation.SWIGLUOAI, has_bias=True, moe_backend="marlin"))
     method = models.QUANTIZATION["gpt_oss_mxfp4"]().get_quant_method(chosen, "")
     assert type(method) is models.GptOssMxfp4MoEMethod
@@ -357,12 +386,18 @@ def test_how_an_engine_serves(plugin: Any) -> None:
     }  # fmt: skip
 
 
-def test_no_kernel_of_experts_compiles_while_serving(plugin: Any) -> None:
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_no_kernel_of_experts_compiles_while_serving(plugin: Any, kind: str) -> None:
     """All that a layer runs for any number of tokens is among what begins to compile with its first layer."""
     target = Target("cuda", "90a")
-    described = OF_MODEL | {"num_experts": EXPERTS}
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]} if kind == "fp8" else None
+    described = OF_MODEL | {"num_experts": EXPERTS, "quantization_config": quantized}
     prepared = {str(spec) for spec in specs_of_model(described, target, **module("prepare").options(of_engine()))}
-    method, layer, *_ = bf16_layer("cpu", Activation.SILU)
+    if kind == "fp8":
+        (w1, s1, _), (w2, s2, _) = fp8_weights("cpu")
+        method, layer = fp8_layer(w1, s1, w2, s2, "cpu")
+    else:
+        method, layer, *_ = bf16_layer("cpu", Activation.SILU)
     method.process_weights_after_loading(layer)
     for tokens in (1, 2, 5, 20, 64, 200, 1000):
         with Rehearsal(target, 132, 227 * 1024) as rehearsal:

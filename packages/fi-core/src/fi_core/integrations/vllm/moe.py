@@ -1,4 +1,4 @@
-"""vLLM's experts on fi's kernels: 16-bit weights, and gpt-oss's mxfp4 weights."""
+"""vLLM's experts on fi's kernels: 16-bit weights, fp8 weights with scales of 128 x 128, and gpt-oss's mxfp4 weights."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend, make_mxfp4_moe_kernel
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, GptOssMxfp4MoEMethod
-from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Dynamic128Sym,
+    kFp8Static128BlockSym,
+    kMxfp4Static,
+)
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
@@ -26,8 +32,9 @@ if TYPE_CHECKING:
 
     import torch
 
+_BLOCK = 128  # rows and columns that share an fp8 scale
 _GROUP = 64  # a multiple of those of an mxfp4 scale
-_MXFP4 = (kMxfp4Static, None)
+_FP8, _MXFP4 = (kFp8Static128BlockSym, kFp8Dynamic128Sym), (kMxfp4Static, None)
 _ACTIVATIONS = {
     MoEActivation.SILU: ActivationType.Swiglu,
     MoEActivation.GELU: ActivationType.Geglu,
@@ -47,10 +54,11 @@ class Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         parallel, self.is_tuned = moe_config.moe_parallel_config, False
         is_mxfp4 = self.weight_quant_dtype == "mxfp4"
         self.options: dict[str, Any] = {
-            "quant_scales": [self.w1_scale, self.w2_scale] if is_mxfp4 else None,
+            "quant_scales": [self.w1_scale, self.w2_scale] if is_mxfp4 or self.block_shape else None,
             "fc1_expert_biases": self.w1_bias,
             "fc2_expert_biases": self.w2_bias,
             "use_w4_group_scaling": is_mxfp4,
+            "use_deepseek_fp8_block_scale": self.block_shape is not None,
             "tp_size": parallel.tp_size,
             "tp_rank": parallel.tp_rank,
         }
@@ -69,7 +77,7 @@ class Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        return True
+        return True  # the activations of fp8 weights are quantized here
 
     @staticmethod
     def activation_format() -> Any:
@@ -85,7 +93,7 @@ class Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        return (weight_key, activation_key) in ((None, None), _MXFP4)
+        return (weight_key, activation_key) in ((None, None), _FP8, _MXFP4)
 
     @staticmethod
     def _supports_activation(activation: Any) -> bool:
@@ -164,8 +172,8 @@ def reason_against(moe: Any, weight_key: Any = None, activation_key: Any = None)
         return "biases, which are for mxfp4 weights alone"
     if is_mxfp4:
         return None
-    sizes = (moe.hidden_dim, moe.intermediate_size_per_partition)
-    return f"sizes {sizes} that are no multiples of 8" if any(n % 8 for n in sizes) else None
+    sizes, multiple = (moe.hidden_dim, moe.intermediate_size_per_partition), 8 if weight_key is None else _BLOCK
+    return f"sizes {sizes} that are no multiples of {multiple}" if any(n % multiple for n in sizes) else None
 
 
 def take(method: Any, name: str, backend: Any, *keys: Any) -> bool:
@@ -195,6 +203,16 @@ class Unquantized:
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)  # type: ignore[call-arg]  # of vLLM's class, which follows this one
         take(self, "unquantized_backend", UnquantizedMoeBackend.FLASHINFER_CUTLASS)
+
+
+class Fp8(Fp8Config):  # type: ignore[misc]
+    """fp8 checkpoints whose experts have fp32 scales of 128 x 128, by which tensor parallel ranks cut them."""
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        method = super().get_quant_method(layer, prefix)
+        if type(method) is Fp8MoEMethod and list(method.weight_block_size or ()) == [_BLOCK, _BLOCK]:
+            take(method, "fp8_backend", Fp8MoeBackend.FLASHINFER_CUTLASS, *_FP8)
+        return method
 
 
 class GptOss(GptOssMxfp4Config):  # type: ignore[misc]
@@ -244,4 +262,4 @@ def register(replace: Callable[[Any, type], None]) -> Sequence[tuple[str, type]]
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     replace(UnquantizedFusedMoEMethod, Unquantized)
-    return (("gpt_oss_mxfp4", GptOss),)
+    return ("fp8", Fp8), ("gpt_oss_mxfp4", GptOss)

@@ -122,6 +122,21 @@ def test_latent_attention(plugin: Any, heads: int, tokens: int, kv: str, device:
     assert_close(lse[: 3 * tokens], want[1] * torch.tensor(2.0).log(), tolerance=(0.01, 0.01))
 
 
+def test_the_first_latent_layer_of_a_step_plans_it(plugin: Any) -> None:
+    """And again if it runs again, as vLLM does to warm up before it captures a graph: each graph has the plan."""
+    b = latent_batch([70, 5], 1, 16, 16, causal=True)
+    layer, (first, second) = SimpleNamespace(_k_scale_float=1.0), (latent("cpu", "auto", 16, 2)[1] for _ in range(2))
+    with Rehearsal(Target("cuda", "90a"), 132, 227 * 1024) as rehearsal:
+        builder, _ = latent("cpu", "auto", 16, 2)
+        begin = len(rehearsal.calls)
+        pages = torch.zeros(2, 6, dtype=torch.int32)
+        metadata = builder.build(pages, b.kv_len, b.qo_indptr, 2)
+        for impl in (first, second, first, second):
+            impl.forward_mqa(b.q, b.cache, metadata, layer)
+    ran = [choice.spec.op.name for choice, _ in rehearsal.calls[begin:]]
+    assert ran == 2 * ["mla_plan", "batch_mla", "batch_mla"]
+
+
 @pytest.mark.parametrize("name", ["alibi_slopes", "sliding_window", "logits_soft_cap"])
 def test_what_no_latent_kernel_does_is_refused(plugin: Any, name: str) -> None:
     values = {"alibi_slopes": [1.0], "sliding_window": 8, "logits_soft_cap": 1.0}

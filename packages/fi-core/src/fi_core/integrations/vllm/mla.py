@@ -62,13 +62,26 @@ class Backend(MLACommonBackend):  # type: ignore[misc]
 
 @dataclass
 class DecodeMetadata(MLACommonDecodeMetadata):  # type: ignore[misc]
-    """The decode requests of a step. attention: planned for them."""
+    """The decode requests of a step. tables, of_layer: as the plan of attention takes them."""
 
     attention: BatchMLAPagedAttentionWrapper
+    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    of_layer: tuple[Any, ...]
+    planner: Impl | None = None
+
+    def planned(self, layer: Impl) -> BatchMLAPagedAttentionWrapper:
+        """Attention for these requests. The layer that asks first plans it, and again whenever it asks: a graph that is
+        captured of the step then has the launch, and the builder of a replay has none.
+        """
+        if self.planner is None:
+            self.planner = layer
+        if self.planner is layer:
+            self.attention.plan(*self.tables, *self.of_layer)
+        return self.attention
 
 
 class Builder(MLACommonMetadataBuilder):  # type: ignore[misc]
-    """Plans the decode requests of a step, by the lengths on the device."""
+    """Builds the metadata of a step; its decode requests are planned by the lengths on the device."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
@@ -122,8 +135,10 @@ class Builder(MLACommonMetadataBuilder):  # type: ignore[misc]
         tokens, rest = divmod(num_decode_tokens, requests)
         starts = query_start_loc_device if rest else self._of_each(requests, tokens)
         table = block_table_tensor.contiguous().view(-1)
-        self.attention.plan(starts, self._of_each(requests, pages), table, seq_lens_device, *self.of_layer)
-        return DecodeMetadata(block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, self.attention)
+        tables = starts, self._of_each(requests, pages), table, seq_lens_device
+        return DecodeMetadata(
+            block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, self.attention, tables, self.of_layer
+        )
 
 
 class Impl(MLACommonImpl):  # type: ignore[misc]
@@ -178,7 +193,7 @@ class Impl(MLACommonImpl):  # type: ignore[misc]
         if self.kv_cache_dtype in FP8:
             scale = dict.fromkeys(("ckv_scale", "kpe_scale"), layer._k_scale_float)
         merges = self.need_to_return_lse_for_decode
-        found = attn_metadata.decode.attention.run(
+        found = attn_metadata.decode.planned(self).run(
             q_nope, q_pe, *_parts(kv_c_and_k_pe_cache), return_lse=merges, return_lse_base_on_e=merges, **scale
         )
         return found if merges else (found, None)

@@ -142,26 +142,23 @@ def engines_table() -> str:
 
 
 def stages_table() -> str:
-    """The newest run of an engine: fi's plugin over vLLM's own kernels, FlashAttention-3 and Triton's experts."""
-    found = [row for row in rows("vllm") if "engine" in row]
-    of = {(row["engine"], row["batch"]): row for row in found}
-    plugin, own = "plugin, FI_VLLM_LAYERS=1, later run", "FlashAttention-3, later run"
-    stages = [(f"a decode step, batch {batch}", "step_ms", batch) for batch in (1, 16, 64)]
+    """Models in an engine: fi's plugin over the engine's own kernels, FlashAttention-3 and Triton's experts."""
+    found = [row for row in rows("vllm") if "model" in row]
+    own = {(row["model"], row.get("batch"), row.get("sampling")): row for row in found if row["kernels"] == "own"}
     lines = []
-    for stage, key, batch in [*stages, ("tokens/s, 64 requests", "tok_s", 64)]:
-        value, before, alias, peer = (of[name, batch][key] for name in (plugin, own, "fi by the alias", "FlashInfer"))
-        unit, gain = (
-            ("ms", (before / value, peer / alias)) if key == "step_ms" else ("", (value / before, alias / peer))
-        )
-        text = f"{value:,} {unit}".strip() if key == "tok_s" else f"{value:.2f} {unit}"
-        lines.append(
-            (f"vLLM {found[0]['vllm']}", "16 layers of Qwen3-8B, bf16", stage, text, *(f"{x:.2f}x" for x in gain))
-        )
-    graphs = {(row["experts"], row["batch"]): row["graph_ms"] for row in rows("vllm") if "experts" in row}
-    for batch in (1, 16, 64):
-        value, own_ms = graphs["plugin, FI_VLLM_LAYERS=1", batch], graphs["vLLM's own", batch]
-        stage, model = f"the graph of a decode step, batch {batch}", "8 layers of Qwen3-30B-A3B, bf16"
-        lines.append((f"vLLM {found[0]['vllm']}", model, stage, f"{value:.2f} ms", f"{own_ms / value:.2f}x", ""))
-    own_kernels, alias = "over vLLM's own kernels", "alias over FlashInfer"
-    head = ("engine", "model", "stage", "plugin with `FI_VLLM_LAYERS=1`", own_kernels, alias)
+    for row in (row for row in found if row["kernels"] == "plugin"):
+        peer = own[row["model"], row.get("batch"), row.get("sampling")]
+        if "batch" in row:
+            stage = f"a decode step, batch {row['batch']}"
+            cells = [
+                cell
+                for name in ("step_ms", "graph_ms")
+                for cell in ((f"{row[name]:.2f} ms", f"{peer[name] / row[name]:.2f}x") if name in row else ("", ""))
+            ]
+        else:
+            stage = f"tokens/s, {row['sampling']}"
+            cells = [f"{row['tok_s']:,}", f"{row['tok_s'] / peer['tok_s']:.2f}x", "", ""]
+        lines.append((f"vLLM {row['vllm']}", row["model"], stage, *cells))
+    gain = "over vLLM's own kernels"
+    head = ("engine", "model", "stage", "plugin with `FI_VLLM_LAYERS=1`", gain, "its CUDA graph", gain)
     return table(head, lines, left=3)

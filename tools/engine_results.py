@@ -1,0 +1,61 @@
+"""Adds a run of an engine to benchmarks/results and fills the tables: python tools/engine_results.py summary.jsonl...
+
+summary.jsonl has a line for each latency and each batch of requests that an engine was timed with, by tags such as
+pl-deep (fi's plugin) and fa-deep (the engine's own kernels). Rows of the same model are replaced.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
+results: Any = importlib.import_module("results")
+RESULTS = results.ROOT / "benchmarks/results/h200-vllm.jsonl"
+MODELS = {
+    "deep": "16 layers of Qwen3-8B, bf16",
+    "moebench": "8 layers of Qwen3-30B-A3B, bf16",
+    "mlabench": "6 layers of DeepSeek-V2-Lite, bf16",
+    "gdnbench": "4 layers like Qwen3-Next, 64 experts, bf16",
+    "gptossbench": "8 layers of gpt-oss-20b, mxfp4 experts",
+}
+SAMPLING = ("greedy", "top-k and top-p")  # of even and odd seeds
+
+
+def build_us(host_us: dict[str, list[float]], kind: str) -> float:
+    """The host's time in all builders of metadata in a step that decodes, or that also has prompts ("mixed")."""
+    found = [values for name, values in host_us.items() if name.endswith(f"build {kind}")]
+    steps = min(count for _, count in found)
+    return round(sum(median * count for median, count in found) / steps, 1)
+
+
+def rows(lines: Iterable[dict[str, Any]], version: str = "0.24.0") -> Iterator[dict[str, Any]]:
+    """The rows of the lines that are times of models in MODELS."""
+    for line in lines:
+        kernels, _, stage = line["tag"].partition("-")
+        row = {"model": MODELS.get(stage), "kernels": "plugin" if kernels == "pl" else "own", "vllm": version}
+        if row["model"] is None:
+            continue
+        if line.get("kind") == "latency":
+            times = {name: line[f"{name}_median"] for name in ("graph_ms", "gap_ms", "step_ms")}
+            build = {f"build_{kind}_us": build_us(line["host_us"], kind) for kind in ("decode", "mixed")}
+            yield row | {"batch": line["batch"]} | times | build
+        elif line.get("kind") == "bench":
+            yield row | {"sampling": SAMPLING[line["seed"] % 2], "tok_s": line["tok_s"]}
+
+
+def main(paths: list[str]) -> None:
+    found = [*rows(json.loads(line) for path in paths for line in Path(path).read_text().splitlines())]
+    models = {row["model"] for row in found}
+    kept = [row for row in map(json.loads, RESULTS.read_text().splitlines()) if row.get("model") not in models]
+    RESULTS.write_text("".join(json.dumps(row) + "\n" for row in [*kept, *found]))
+    for page in results.pages():
+        page.write_text(results.filled(page.read_text()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -73,7 +73,7 @@ def test_help_and_version(cli: Cli) -> None:
         (["prebuild", "--zzzzzzzz"], "unrecognized arguments: --zzzzzzzz"),
         (["why"], "the following arguments are required: NAME"),
         (["why", "rmsnrm"], "no op or public function is named 'rmsnrm'; did you mean rmsnorm"),
-        (["why", "norm.mm_bf16_fp5"], "no op or public function is named 'norm.mm_bf16_fp5'; did you mean mm_bf16_fp8 or mm"),
+        (["why", "norm.mm_bf16_fp5"], "no op or public function is named 'norm.mm_bf16_fp5'; did you mean mm_bf16_fp8"),
         (["why", "trtllm_bf16_moe", "tp=3"], "fused_moe.trtllm_bf16_moe takes the fields of its ops, .*; unknown: tp"),
         (["why", "vllm_meta_size", "n=3"], "vllm_meta_size takes no facts; unknown: n"),
         (["why", "masked_bmm", "--backend", "cute"], "no op that fi_core.gemm.masked_bmm reaches has a backend 'cute'"),

@@ -48,7 +48,7 @@ class Work(NamedTuple):
 def plan(lengths: Sequence[int], qo_lens: Sequence[int], heads: int, rows: int, ranges: int) -> list[Start]:
     """The starts of the ranges, and behind them the end of the last one."""
     size = mla.Sizes(MAX_RANGES, ranges, ranges, 1)
-    schedule = torch.full((2, mla.words(size, len(lengths)) // 2), 0x55555555, dtype=torch.int32)
+    schedule = torch.full((2, mla.words_of(size, len(lengths)) // 2), 0x55555555, dtype=torch.int32)
     qo_indptr = torch.tensor([0, *itertools.accumulate(qo_lens)], dtype=torch.int32)
     kv_indptr = torch.tensor([0, *itertools.accumulate(-(-n // KV_TILE) for n in lengths)], dtype=torch.int32)
     mla.mla_plan(
@@ -117,7 +117,7 @@ def test_without_lengths_requests_have_what_their_pages_hold() -> None:
     batch, pages, size = 70, 33, mla.Sizes(MAX_RANGES, MAX_RANGES, MAX_RANGES, 1)
     schedules = []
     for lengths in (None, torch.full((batch,), pages * KV_TILE, dtype=torch.int32)):
-        schedule = torch.full((2, mla.words(size, batch) // 2), 0x55555555, dtype=torch.int32)
+        schedule = torch.full((2, mla.words_of(size, batch) // 2), 0x55555555, dtype=torch.int32)
         mla.mla_plan(
             schedule, lengths, KV_TILE, 128, MAX_RANGES, 132, 66, 16, 128, pages_per_request=pages, batch_size=batch
         )  # fmt: skip
@@ -135,7 +135,7 @@ def test_the_device_plans_as_the_cpu_does(batch: int, uniform: bool) -> None:
     size = mla.Sizes(MAX_RANGES, MAX_RANGES, MAX_RANGES, 1)
     schedules = []
     for device in ("cpu", "cuda"):
-        schedule = torch.full((2, mla.words(size, batch) // 2), 0x55555555, dtype=torch.int32, device=device)
+        schedule = torch.full((2, mla.words_of(size, batch) // 2), 0x55555555, dtype=torch.int32, device=device)
         pages = [0, *itertools.accumulate(-(-n // KV_TILE) for n in lengths)]
         tables = [torch.tensor(x, dtype=torch.int32, device=device) for x in (
             lengths, [0, *itertools.accumulate(qo_lens)], pages

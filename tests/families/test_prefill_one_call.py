@@ -300,5 +300,5 @@ def test_trace() -> None:
     exec(definition["reference"], space)
     clean = tuple(x.nan_to_num(0) for x in b.cache)
     tables = (given["block_tables"], given["seq_lens"], b.qo_indptr)
-    want = space["_reference"](b.q, *clean, *tables, 0.1, 2.0, 5)
+    want = space["_prefill_reference"](b.q, *clean, *tables, 0.1, 2.0, 5)
     assert_close(trtllm_batch_context_with_kv_cache(**given), want)  # type: ignore[arg-type]

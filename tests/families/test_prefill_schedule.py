@@ -49,8 +49,8 @@ def test_every_tile_is_listed_once_and_long_tiles_first(
     last = int32([kv - (n - 1) * page_size if n else 7 for (_, kv), n in zip(requests, pages)])
     kv_len = int32([kv for _, kv in requests]) if given_lens else None
     schedule = torch.full((ops.schedule_words(batch, rows[-1], tokens) + 6,), -1, dtype=torch.int32)
-    ops.plan(
-        schedule, batch, tokens, int32(rows), int32(begins), None if given_lens else last, kv_len, page_size=page_size,
+    ops.prefill_plan(
+        schedule, int32(rows), int32(begins), None if given_lens else last, kv_len, batch, tokens, page_size=page_size,
         causal=causal, window_left=window_left,
     )  # fmt: skip
     words = schedule.tolist()
@@ -76,7 +76,8 @@ def test_every_tile_is_listed_once_and_long_tiles_first(
 
 def test_a_length_is_limited_to_the_pages() -> None:
     schedule = torch.zeros(ops.schedule_words(3, 9, 128), dtype=torch.int32)
-    ops.plan(schedule, 3, 128, int32([0, 3, 6, 9]), int32([0, 2, 2, 5]), None, int32([33, 5, -4]), page_size=16)
+    tables = int32([0, 3, 6, 9]), int32([0, 2, 2, 5]), None, int32([33, 5, -4])
+    ops.prefill_plan(schedule, *tables, 3, 128, page_size=16)
     assert schedule[HEADER : HEADER + 12].view(3, 4)[:, 3].tolist() == [32, 0, 0]
 
 
@@ -84,5 +85,5 @@ def test_a_short_schedule_is_refused() -> None:
     """Tiles beyond the capacity of the schedule would be left out."""
     schedule = torch.full((ops.schedule_words(2, 128, 128) + 8,), -1, dtype=torch.int32)
     with pytest.raises(ValueError, match="qo_indptr must need at most 3 tiles of 128 rows"):
-        ops.plan(schedule[:-8], 2, 128, int32([0, 128, 2000]), int32([0, 500, 2500]), None, None)
+        ops.prefill_plan(schedule[:-8], int32([0, 128, 2000]), int32([0, 500, 2500]), None, None, 2, 128)
     assert set(schedule[-8:].tolist()) == {-1}

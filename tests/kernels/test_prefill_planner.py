@@ -31,11 +31,13 @@ def planned(
     batch = len(lengths)
     bounds = [torch.tensor([0, *column]).cumsum(0).int() for column in zip(*lengths)]
     schedule = torch.full((ops.schedule_words(batch, int(bounds[0][-1]), SHORT),), -7, dtype=torch.int32)
-    ops.plan(
+    ops.prefill_plan(
         schedule,
+        *bounds,
+        None,
+        None,
         batch,
         TALL,
-        *bounds,
         causal=causal,
         num_kv_heads=kv_heads,
         short_tile_tokens=short,

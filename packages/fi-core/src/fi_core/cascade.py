@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fi_core.attention.merge import merge_state, merge_state_in_place, merge_states
-from fi_core.attention.wrappers.cascade import MultiLevelCascadeAttentionWrapper
-from fi_core.attention.wrappers.shared_prefix import (
+from fi_core.attention.wrappers.cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+    MultiLevelCascadeAttentionWrapper,
 )
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fi_core.attention.forms.single_decode import (
+from fi_core.attention.forms.single import (
     single_decode_with_kv_cache,
     single_decode_with_kv_cache_with_jit_module,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fi_core.attention.wrappers.batch_pod import BatchPODWithPagedKVCacheWrapper
-from fi_core.attention.wrappers.pod import PODWithPagedKVCacheWrapper
+from fi_core.attention.wrappers.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]

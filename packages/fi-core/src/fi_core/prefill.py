@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fi_core.attention.custom_modules import get_customize_batch_prefill_module
 from fi_core.attention.forms.fmha import trtllm_fmha_v2_prefill
-from fi_core.attention.forms.single_prefill import (
+from fi_core.attention.forms.single import (
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
     single_prefill_with_kv_cache_with_jit_module,

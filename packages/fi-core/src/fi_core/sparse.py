@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fi_core.attention.wrappers.block_sparse import BlockSparseAttentionWrapper
-from fi_core.attention.wrappers.variable_block_sparse import VariableBlockSparseAttentionWrapper
+from fi_core.attention.wrappers.block_sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.runtime.errors import UnknownWordError, blame, unsupported
 from fi_core.runtime.tensors import unreadable
@@ -42,24 +42,20 @@ _MOST_HEADS = 1 << 16  # times requests, a schedule counts tiles in 32 bits
 
 def check_shape(num_qo_heads: int, num_kv_heads: int, page_size: int, **head_dims: int) -> None:
     try:
-        _check_shape(num_qo_heads, num_kv_heads, page_size, head_dims)
+        if not 1 <= num_kv_heads <= num_qo_heads <= _MOST_HEADS or num_qo_heads % num_kv_heads:
+            raise ValueError(
+                f"num_qo_heads: a positive multiple of num_kv_heads ({num_kv_heads}), at most {_MOST_HEADS}, is "
+                f"required; got {num_qo_heads}"
+            )
+        for name, head_dim in head_dims.items():
+            if head_dim < 8 or head_dim > 512 or head_dim % 8:
+                raise ValueError(f"Unsupported head_dim: {name} must be a multiple of 8 up to 512; got {head_dim}")
+        if page_size < 1:
+            raise ValueError(f"page_size: at least 1 is required; got {page_size}")
     except TypeError:  # of a comparison
         given = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "page_size": page_size, **head_dims}
         name, value = next((name, value) for name, value in given.items() if not isinstance(value, int))
         raise TypeError(f"{name}: an integer is required; got {value!r}") from None
-
-
-def _check_shape(num_qo_heads: int, num_kv_heads: int, page_size: int, head_dims: dict[str, int]) -> None:
-    if not 1 <= num_kv_heads <= num_qo_heads <= _MOST_HEADS or num_qo_heads % num_kv_heads:
-        raise ValueError(
-            f"num_qo_heads: a positive multiple of num_kv_heads ({num_kv_heads}), at most {_MOST_HEADS}, is required; "
-            f"got {num_qo_heads}"
-        )
-    for name, head_dim in head_dims.items():
-        if head_dim < 8 or head_dim > 512 or head_dim % 8:
-            raise ValueError(f"Unsupported head_dim: {name} must be a multiple of 8 up to 512; got {head_dim}")
-    if page_size < 1:
-        raise ValueError(f"page_size: at least 1 is required; got {page_size}")
 
 
 def number(value: float, argument: str) -> float:
@@ -74,33 +70,20 @@ def encoding(pos_encoding_mode: str) -> int:
     return code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
 
 
-def scores(
-    pos_encoding_mode: str,
-    logits_soft_cap: float | None,
-    sm_scale: float | None,
-    rope_scale: float | None,
-    rope_theta: float | None,
-) -> dict[str, Any]:
-    """The fields of a plan for the options of the scores. Raises KeyError and TypeError."""
-    return {
-        "pos_encoding": encoding(pos_encoding_mode),
-        "soft_cap": 0.0 if logits_soft_cap is None else number(logits_soft_cap, "logits_soft_cap"),
-        "sm_scale": None if sm_scale is None else number(sm_scale, "sm_scale"),
-        "rope_scale": 1.0 if rope_scale is None else number(rope_scale, "rope_scale"),
-        "rope_theta": 1e4 if rope_theta is None else number(rope_theta, "rope_theta"),
-    }
+class Scores(NamedTuple):
+    """The options of the scores as the wrappers take them; `_asdict` passes them on to another wrapper's `plan`."""
 
+    pos_encoding_mode: str
+    logits_soft_cap: float | None
+    sm_scale: float | None
+    rope_scale: float | None
+    rope_theta: float | None
 
-def score_options(
-    pos_encoding_mode: str,
-    logits_soft_cap: float | None,
-    sm_scale: float | None,
-    rope_scale: float | None,
-    rope_theta: float | None,
-) -> dict[str, Any]:
-    """The options of the scores by name, as one wrapper's `plan` passes them on to another's."""
-    names = ("pos_encoding_mode", "logits_soft_cap", "sm_scale", "rope_scale", "rope_theta")
-    return dict(zip(names, (pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)))
+    def fields(self) -> dict[str, Any]:
+        """The fields of a plan for them. Raises KeyError and TypeError."""
+        given, usual = self._asdict(), {"logits_soft_cap": 0.0, "sm_scale": None, "rope_scale": 1.0, "rope_theta": 1e4}
+        found = {n: default if given[n] is None else number(given[n], n) for n, default in usual.items()}
+        return {"pos_encoding": encoding(self.pos_encoding_mode), "soft_cap": found.pop("logits_soft_cap"), **found}
 
 
 def check_workspace(buffer: torch.Tensor, name: str, contiguous: bool = True) -> None:
@@ -149,15 +132,9 @@ def dtype_of(dtype: torch.dtype | str, argument: str) -> torch.dtype:
         raise type(error)(f"{argument}: {str(error).partition(': ')[2]}") from None
 
 
-def data_types(
-    q: torch.dtype | str | None,
-    kv: torch.dtype | str | None,
-    o: torch.dtype | str | None,
-    both: torch.dtype | str | None,
-) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """(q, kv, o). data_type (`both`) fills q and kv where they are None. Then q defaults to float16, kv and o to q.
-
-    A kv of uint8 is NVFP4.
+def type_fields(q: Any, kv: Any, o: Any, both: Any = None) -> dict[str, torch.dtype]:
+    """The dtypes as fields of a plan. data_type (`both`) fills q and kv where they are None. Then q defaults to
+    float16, kv and o to q. A kv of uint8 is NVFP4.
     """
     if both is not None:
         q = both if q is None else q
@@ -167,12 +144,7 @@ def data_types(
     o = q if o is None else dtype_of(o, "o_data_type")
     if not o.is_floating_point:
         raise TypeError(f"o_data_type: a float dtype is required; got {o}")
-    return q, kv, o
-
-
-def type_fields(q: Any, kv: Any, o: Any, both: Any = None) -> dict[str, Any]:
-    """`data_types` as fields of a plan."""
-    return dict(zip(("q_dtype", "kv_dtype", "o_dtype"), data_types(q, kv, o, both)))
+    return {"q_dtype": q, "kv_dtype": kv, "o_dtype": o}
 
 
 def unpack(
@@ -233,6 +205,12 @@ def last_value(indptr: torch.Tensor, name: str) -> int | None:
         raise ValueError(
             f"{name}: [batch_size + 1] integers are required; got shape {tuple(indptr.shape)} of {indptr.dtype}"
         ) from None
+
+
+def kv_lens(indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
+    """The kv_len of each request by its pages, on the device of the tables."""
+    pages = indptr.diff()
+    return ((pages - 1) * page_size + last_page_len) * (pages > 0)
 
 
 def check_length(last: int | None, indices: torch.Tensor, name: str) -> None:

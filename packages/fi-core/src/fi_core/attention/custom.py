@@ -61,31 +61,20 @@ class CustomAttention:
         return any(name == tensor for name, _ in self.variant.tensors)
 
     def launch(
-        self,
-        plan: Any,
-        q: torch.Tensor,
-        given: Sequence[Any],
-        known: Mapping[str, Any],
-        *scales: Any,
-        implementation: str = "",
+        self, plan: Any, q: torch.Tensor, given: Sequence[Any], known: Mapping[str, Any], *scales: Any, **where: str
     ) -> VariantCall:
         """For the run of a plan: the op with the variant's arguments.
 
         given: positional arguments after the cache. known: tensors that are never given, except maybe_alibi_slopes.
-        implementation: as in `on`. scales: q_scale, k_scale and sinks of run, which a variant must implement itself
-        (NotImplementedError).
+        where: `implementation` of `on`. scales: q_scale, k_scale and sinks of run, which a variant must implement
+        itself (NotImplementedError).
         """
         for name, scale in zip(("q_scale", "k_scale", "sinks"), scales):
             if scale is not None:
                 raise NotImplementedError(f"{name}: declare it as an argument of the variant, whose logits are its own")
-        derived = derived_scalars(
-            q.shape[2] ** -0.5 if plan.sm_scale is None else plan.sm_scale,
-            plan.soft_cap,
-            plan.rope_scale,
-            plan.rope_theta,
-            getattr(plan, "items_len", 0),
-        )
-        return VariantCall(self.on(q.device, implementation), self.extras(q, given, known, derived))
+        scale, items = q.shape[2] ** -0.5 if plan.sm_scale is None else plan.sm_scale, getattr(plan, "items_len", 0)
+        derived = derived_scalars(scale, plan.soft_cap, plan.rope_scale, plan.rope_theta, items)
+        return VariantCall(self.on(q.device, **where), self.extras(q, given, known, derived))
 
     def extras(
         self, q: torch.Tensor, given: Sequence[Any], known: Mapping[str, Any], derived: Mapping[str, float]
@@ -121,19 +110,10 @@ class CustomAttention:
         self.check(q.dtype, k.dtype, self.dtypes[2], q.shape[-1], v.shape[-1])
         extras = self.variant.arguments(given, {}, {}, q.device)
         few = bool(dict(self.custom.forms[0].axes)["few"])
-        return attend(
-            q,
-            k,
-            v,
-            kv_layout=kv_layout,
-            pos_encoding_mode="ROPE_LLAMA" if self.rope else "NONE",
-            window_left=window_left,
-            out_dtype=self.dtypes[2],
-            return_lse=return_lse,
-            splits=few,
-            causal=causal,
-            variant=VariantCall(self.on(q.device), extras),
-        )
+        call, encoding = VariantCall(self.on(q.device), extras), "ROPE_LLAMA" if self.rope else "NONE"
+        options: dict[str, Any] = {"kv_layout": kv_layout, "window_left": window_left, "return_lse": return_lse}
+        options |= {"out_dtype": self.dtypes[2], "splits": few, "causal": causal, "variant": call}
+        return attend(q, k, v, pos_encoding_mode=encoding, **options)
 
     def check(self, q: Any, kv: Any, out: Any, head_dim_qk: int, head_dim_vo: int) -> None:
         """Raises ValueError if a call or a plan differs from the declaration of the module."""
@@ -152,16 +132,9 @@ def derived_scalars(
     sm_scale: float, soft_cap: float = 0.0, rope_scale: float = 1.0, rope_theta: float = 1e4, items: int = 0
 ) -> dict[str, float]:
     """The scalars that a caller may leave out at the end."""
-    return {
-        "logits_soft_cap": soft_cap,
-        "sm_scale": sm_scale,
-        "rope_rcp_scale": 1.0 / rope_scale,
-        "rope_rcp_theta": 1.0 / rope_theta,
-        "scale_q_scalar": 1.0,
-        "scale_k_scalar": 1.0,
-        "scale_v_scalar": 1.0,
-        "token_pos_in_items_len": items,
-    }
+    rope = {"rope_rcp_scale": 1.0 / rope_scale, "rope_rcp_theta": 1.0 / rope_theta}
+    ones = dict.fromkeys(("scale_q_scalar", "scale_k_scalar", "scale_v_scalar"), 1.0)
+    return {"logits_soft_cap": soft_cap, "sm_scale": sm_scale, "token_pos_in_items_len": items, **rope, **ones}
 
 
 @dataclass(frozen=True)
@@ -207,13 +180,7 @@ def variant_module(
         few = fp32 or (few and not wide)
         axes: dict[str, object] = {"few": few, "q": q, "kv": kv}
         implementation = "cuda_core" if few else "mma_sm80"
-        entry = (
-            "single_attention_cuda_core_wide"
-            if few and wide
-            else "single_attention_cuda_core"
-            if few
-            else "single_attention_mma"
-        )
+        entry = f"single_attention_cuda_core{'_wide' * wide}" if few else "single_attention_mma"
     elif op == "batch_decode":
         axes = {"q": q, "kv": kv, "head_dim": 0, "split_tables": False}
         implementation, entry = "cuda_core", "batch_decode_cuda_core_wide" if wide else "batch_decode_cuda_core"
@@ -241,7 +208,7 @@ def variant_module(
     facts: dict[str, object] = {"q": q, "kv": kv, "head_dim_qk": head_dims[0], "head_dim_vo": head_dims[1]}
     if op == "single_attention":
         facts["qo_len"] = 1 if few else Q_TILE
-    custom = CustomOp(found, uri, Variant.of(*declared), tuple(facts.items()), tuple(forms))
+    custom = CustomOp(found, uri, Variant.of(declared[:4], *declared[4:]), tuple(facts.items()), tuple(forms))
     made = CustomAttention(custom, types, head_dims, pos_encoding_mode == ROPE, {})  # type: ignore[arg-type]
     return VariantModule.of(made, base.default_targets())
 

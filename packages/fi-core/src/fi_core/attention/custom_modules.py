@@ -57,16 +57,12 @@ def gen_customize_single_decode_module(
         pos_encoding_mode: 1 (ROPE_LLAMA) rotates q and k first; other values leave the encoding to the variant.
         use_sliding_window, use_logits_soft_cap: without effect; the window of a call always applies.
 
-    Returns:
-        A VariantModule.
-
     Raises:
         ValueError: names, types or head dims.
         NotImplementedError: a struct that is written for backend fa3.
     """
-    tensors = (additional_tensor_names, additional_tensor_dtypes)
-    scalars = (additional_scalar_names, additional_scalar_dtypes)
-    declared = (*tensors, *scalars, variant_name, variant_decl)
+    lists = additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes
+    declared = (*lists, variant_name, variant_decl)
     dtypes, dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
     return variant_module("single_attention", uri, dtypes, dims, declared, pos_encoding_mode, few=True)
 
@@ -100,16 +96,12 @@ def gen_customize_single_prefill_module(
         use_fp16_qk_reduction: without effect; sums are fp32.
         fp8_enabled: not supported.
 
-    Returns:
-        A VariantModule.
-
     Raises:
         NotImplementedError: another backend, fp8_enabled.
     """
     _check_backend(backend)
-    tensors = (additional_tensor_names, additional_tensor_dtypes)
-    scalars = (additional_scalar_names, additional_scalar_dtypes)
-    declared = (*tensors, *scalars, variant_name, variant_decl)
+    lists = additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes
+    declared = (*lists, variant_name, variant_decl)
     dtypes, dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
     return variant_module("single_attention", uri, dtypes, dims, declared, pos_encoding_mode, fp8_enabled=fp8_enabled)
 
@@ -139,16 +131,12 @@ def gen_customize_batch_decode_module(
     Args:
         idtype: dtype of page tables, int32.
 
-    Returns:
-        A VariantModule.
-
     Raises:
         ValueError: idtype.
     """
     _check_index(idtype)
-    tensors = (additional_tensor_names, additional_tensor_dtypes)
-    scalars = (additional_scalar_names, additional_scalar_dtypes)
-    declared = (*tensors, *scalars, variant_name, variant_decl)
+    lists = additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes
+    declared = (*lists, variant_name, variant_decl)
     dtypes, dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
     return variant_module("batch_decode", uri, dtypes, dims, declared, pos_encoding_mode)
 
@@ -186,17 +174,13 @@ def gen_customize_batch_prefill_module(
             mma.sync; "fa3" always wgmma.
         paged_kv_stride_mode, module_surface: without effect; one module supports all strides and both wrappers.
 
-    Returns:
-        A VariantModule.
-
     Raises:
         ValueError: types or head dims that "fa3" does not support.
     """
     _check_backend(backend, ("auto", "fa2", "fa3"))
     _check_index(idtype)
-    tensors = (additional_tensor_names, additional_tensor_dtypes)
-    scalars = (additional_scalar_names, additional_scalar_dtypes)
-    declared = (*tensors, *scalars, variant_name, variant_decl)
+    lists = additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes
+    declared = (*lists, variant_name, variant_decl)
     dtypes, dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
     module = functools.partial(variant_module, "batch_prefill", uri, dtypes, dims, declared, pos_encoding_mode)
     return module(fp8_enabled=fp8_enabled, backend=backend)
@@ -228,18 +212,14 @@ def gen_customize_batch_attention_module(
         use_logits_soft_cap: without effect.
         use_profiler: must be False.
 
-    Returns:
-        VariantModules.
-
     Raises:
         NotImplementedError: use_profiler.
     """
     if use_profiler:
         raise NotImplementedError("use_profiler: not supported, profile with fi-bench or Nsight; pass False")
     types = (dtype_q, dtype_kv, dtype_o, idtype, head_dim_qk, head_dim_vo)
-    tensors = (additional_tensor_names, additional_tensor_dtypes)
-    scalars = (additional_scalar_names, additional_scalar_dtypes)
-    given = (uri, *types, *tensors, *scalars, variant_name, variant_decl, pos_encoding_mode)
+    lists = additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes
+    given = (uri, *types, *lists, variant_name, variant_decl, pos_encoding_mode)
     prefill, decode = gen_customize_batch_prefill_module("auto", *given), gen_customize_batch_decode_module(*given)
     return VariantModules.of(prefill, decode, f"batch_attention_{uri}")
 
@@ -278,16 +258,11 @@ def gen_customize_pod_module(
         pos_encoding_mode_p, pos_encoding_mode_d: of prefill and of decode.
         use_sliding_window_p, use_logits_soft_cap_p, use_sliding_window_d, use_logits_soft_cap_d, use_fp16_qk_reduction:
             without effect.
-
-    Returns:
-        VariantModules.
     """
-    tensors = (additional_tensor_names, additional_tensor_dtypes)
-    scalars = (additional_scalar_names, additional_scalar_dtypes)
-    given = (dtype_q, dtype_kv, dtype_o, dtype_idx, head_dim, head_dim, *tensors, *scalars)
-    prefill = gen_customize_batch_prefill_module(
-        "auto", f"{uri}_p", *given, variant_name_p, variant_decl, pos_encoding_mode_p
-    )
+    lists = additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes
+    given = (dtype_q, dtype_kv, dtype_o, dtype_idx, head_dim, head_dim, *lists)
+    of_prefill = (f"{uri}_p", *given, variant_name_p, variant_decl, pos_encoding_mode_p)
+    prefill = gen_customize_batch_prefill_module("auto", *of_prefill)
     decode = gen_customize_batch_decode_module(f"{uri}_d", *given, variant_name_d, variant_decl, pos_encoding_mode_d)
     return VariantModules.of(prefill, decode, f"pod_{uri}")
 

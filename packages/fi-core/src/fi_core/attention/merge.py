@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.observe.draw import FLOATS, Draw, nbytes
 from fi_core.observe.log import fi_api
-from fi_core.observe.trace import Const, Tensor, TraceTemplate, Var, Work, samples
+from fi_core.observe.trace import Tensor, TraceTemplate, Work, axes_of, samples, tensors
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, at_least
 from fi_core.runtime.spec.dtype import DTYPES
@@ -33,44 +33,23 @@ _THREADS = 256  # of a CTA
 
 def _merge_state_unit(axes: Values) -> Unit:
     """Kernel entries in order of preference."""
-    dtype = DTYPES[str(axes["dtype"])]
-    return Unit(
-        "fi/attention/merge/merge_state.cuh",
-        "MergeStateParams",
-        tuple(
-            Entry(
-                f"merge_state_{vec}_wide{'_compact' * compact}",
-                f"merge_state{'_compact' * compact}<{dtype.device}, {vec}{f', {_THREADS}' * compact}>",
-                _THREADS,
-                _MergeStateConfig(vec, compact),
-            )
-            for vec, compact in ((16 // dtype.bytes, 1), (16 // dtype.bytes, 0), (1, 0))
-        ),
-    )
+    dtype, entries = DTYPES[str(axes["dtype"])], []
+    for vec, compact in ((16 // dtype.bytes, 1), (16 // dtype.bytes, 0), (1, 0)):
+        form = "_compact" * compact
+        body = f"merge_state{form}<{dtype.device}, {vec}{f', {_THREADS}' * compact}>"
+        entries.append(Entry(f"merge_state_{vec}_wide{form}", body, _THREADS, _MergeStateConfig(vec, compact)))
+    return Unit("fi/attention/merge/merge_state.cuh", "MergeStateParams", tuple(entries))
 
 
 def _merge_states_unit(axes: Values) -> Unit:
     """Kernel entries in order of preference."""
-    dtype = DTYPES[str(axes["dtype"])]
-    return Unit(
-        "fi/attention/merge/merge_states.cuh",
-        "MergeStatesParams",
-        tuple(
-            Entry(
-                f"merge_states_{vec}_wide_{'few_' * few}{count}",
-                f"{'merge_few_states' if few else 'merge_states'}<{dtype.device}, {vec}, {count}>",
-                256,
-                _MergeStatesConfig(vec, count, few),
-            )
-            for vec, count, few in (
-                (16 // dtype.bytes, 4, 1),
-                (16 // dtype.bytes, 8, 1),
-                (16 // dtype.bytes, 16, 1),
-                (16 // dtype.bytes, 4, 0),
-                (1, 4, 0),
-            )
-        ),
-    )
+    dtype, entries = DTYPES[str(axes["dtype"])], []
+    wide = 16 // dtype.bytes
+    for vec, count, few in ((wide, 4, 1), (wide, 8, 1), (wide, 16, 1), (wide, 4, 0), (1, 4, 0)):
+        body = f"{'merge_few_states' if few else 'merge_states'}<{dtype.device}, {vec}, {count}>"
+        name, config = f"merge_states_{vec}_wide_{'few_' * few}{count}", _MergeStatesConfig(vec, count, few)
+        entries.append(Entry(name, body, _THREADS, config))
+    return Unit("fi/attention/merge/merge_states.cuh", "MergeStatesParams", tuple(entries))
 
 
 MERGE_STATE = Op(
@@ -140,9 +119,6 @@ def _make(*names: tuple[str, str], states: bool = False) -> Callable[..., dict[s
 _SAMPLES = samples({"dtype": FLOATS, "num_heads, head_dim": ((3, 18), (4, 128))})
 
 
-_TOLERANCE = {"float32": (2e-5, 2e-5)}
-
-
 def _work(arguments: Mapping[str, Any]) -> Work:
     """Every state once, and the merged one; three operations an element of every v."""
     values = [arguments[name] for name in ("v_a", "v_b", "v", "v_other") if name in arguments]
@@ -152,29 +128,37 @@ def _work(arguments: Mapping[str, Any]) -> Work:
     return Work(3 * sum(x.numel() for x in values), nbytes(*arguments.values()) + written)
 
 
-_MERGE_AXES: dict[str, Var | Const] = {"n": Var(), "num_heads": Const(abbrev="h"), "head_dim": Const(abbrev="d")}
+def _template(op_type: str, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], **more: Any) -> TraceTemplate:
+    return TraceTemplate(
+        op_type,
+        axes=axes_of(inputs, num_heads="h", head_dim="d"),
+        inputs=inputs,
+        outputs=outputs,
+        work=_work,
+        tolerance={"float32": (2e-5, 2e-5)},
+        **{"op": "merge_state", "samples": _SAMPLES, **more},
+    )
+
+
+_VALUES = "n num_heads head_dim"
+
+
+def _state(v: str, s: str, rows: str = "n") -> dict[str, Tensor]:
+    """A state of these names. rows: the axes before the heads."""
+    return tensors(None, **{v: f"{rows} num_heads head_dim", s: f"{rows} num_heads"})
+
+
+def _merged(v: str, s: str, like: str) -> dict[str, Tensor]:
+    return {**tensors({"dtype_from": like}, **{v: _VALUES}), **tensors({"dtype": "float32"}, **{s: "n num_heads"})}
 
 
 @fi_api(
-    trace=TraceTemplate(
+    trace=_template(
         "merge_state",
-        axes=_MERGE_AXES,
-        inputs={
-            "v_a": Tensor(["n", "num_heads", "head_dim"]),
-            "s_a": Tensor(["n", "num_heads"]),
-            "v_b": Tensor(["n", "num_heads", "head_dim"]),
-            "s_b": Tensor(["n", "num_heads"]),
-        },
-        outputs={
-            "v": Tensor(["n", "num_heads", "head_dim"], dtype_from="v_a"),
-            "s": Tensor(["n", "num_heads"], dtype="float32"),
-        },
+        {**_state("v_a", "s_a"), **_state("v_b", "s_b")},
+        _merged("v", "s", "v_a"),
         reference=_merge_state_reference,
-        op="merge_state",
         make=_make(("v_a", "s_a"), ("v_b", "s_b")),
-        samples=_SAMPLES,
-        work=_work,
-        tolerance=_TOLERANCE,
         description="Merges two attention states, each over its own keys; log-sum-exp in base 2.",
     )
 )
@@ -217,26 +201,16 @@ def _merge_state_in_place_reference(v, s, v_other, s_other, mask=None):  # type:
 
 
 @fi_api(
-    trace=TraceTemplate(
+    trace=_template(
         "merge_state_in_place",
-        axes=_MERGE_AXES,
-        inputs={
-            "v": Tensor(["n", "num_heads", "head_dim"]),
-            "s": Tensor(["n", "num_heads"]),
-            "v_other": Tensor(["n", "num_heads", "head_dim"]),
-            "s_other": Tensor(["n", "num_heads"]),
-            "mask": Tensor(["n"], dtype="bool", optional=True),
-        },
-        outputs={
-            "v": Tensor(["n", "num_heads", "head_dim"], param="v", dtype_from="v"),
+        {**_state("v", "s"), **_state("v_other", "s_other"), "mask": Tensor(["n"], dtype="bool", optional=True)},
+        {
+            "v": Tensor(_VALUES.split(), param="v", dtype_from="v"),
             "s": Tensor(["n", "num_heads"], param="s", dtype_from="s"),
         },
         reference=(_merge_state_reference, _merge_state_in_place_reference),
-        op="merge_state",
         make=_make(("v", "s"), ("v_other", "s_other")),
         samples=tuple({**sample, "masked": masked} for sample in _SAMPLES for masked in (False, True)),
-        work=_work,
-        tolerance=_TOLERANCE,
         description="Merges an attention state into another; log-sum-exp in base 2.",
     )
 )
@@ -272,23 +246,14 @@ def _merge_states_reference(v, s):  # type: ignore[no-untyped-def]
 
 
 @fi_api(
-    trace=TraceTemplate(
+    trace=_template(
         "merge_states",
-        axes={"n": Var(), "num_states": Var(), "num_heads": Const(abbrev="h"), "head_dim": Const(abbrev="d")},
-        inputs={
-            "v": Tensor(["n", "num_states", "num_heads", "head_dim"]),
-            "s": Tensor(["n", "num_states", "num_heads"]),
-        },
-        outputs={
-            "merged": Tensor(["n", "num_heads", "head_dim"], dtype_from="v"),
-            "merged_s": Tensor(["n", "num_heads"], dtype="float32"),
-        },
+        _state("v", "s", "n num_states"),
+        _merged("merged", "merged_s", "v"),
         reference=_merge_states_reference,
         op="merge_states",
         make=_make(("v", "s"), states=True),
         samples=(*_SAMPLES, {"num_states": 1}),
-        work=_work,
-        tolerance=_TOLERANCE,
         description="Merges attention states along dim 1, each over its own keys; log-sum-exp in base 2.",
     )
 )

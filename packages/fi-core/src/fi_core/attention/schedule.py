@@ -94,52 +94,61 @@ class Plan:
         return made
 
 
-class DecodePlan(Plan):
-    """The plan of batch decode. The first fields are arguments of `batch_decode`, under its names."""
+class BatchPlan(Plan):
+    """What the plans of batch decode and of batch prefill have in common; the first fields are arguments of the ops."""
 
     partials: Any = None
     schedule: Any = None
-    page_indices: Any = None
+    page_indices: Any = None  # None: ragged keys
     kv_layout: int = 0
-    num_ctas: int = 0
-    num_ranges: int = 0
-    split_kv: int = 0
-    q_len: int = 1
+    batch_size: int = 0
     pos_encoding: int = 0
     window_left: int = -1
     soft_cap: float = 0.0
     rope_scale: float = 1.0
     rope_theta: float = 1e4
-    mask: Any = None  # over the last q_len keys
-    qo_indptr: Any = None  # None: q_len rows each
+    mask: Any = None  # of decode: over the last q_len keys
     v_table_offset: int = 0
-    heads_per_tile: int = 1
-    rows: int = 0  # of q
     num_qo_heads: int = 0
     backend: str = "auto"
     # Of the scores and the batch
-    sm_scale: float | None = None  # None: 1 / sqrt(head_dim)
-    window_right: int = 0
-    batch_size: int = 0
+    sm_scale: float | None = None  # None: 1 / sqrt(head dim of q and k)
     num_kv_heads: int = 0
-    head_dim: int = 0
-    head_dim_vo: int = 0  # of the partials; head_dim until values of another one come
-    page_size: int = 0
+    head_dim_vo: int = 0
+    page_size: int = 1
     q_dtype: Any = None
     kv_dtype: Any = None
     o_dtype: Any = None
-    # Tables: those of the wrapper, and those on the device that the schedule is computed from
+    # Tables of the wrapper; indptr: of pages, or of ragged keys
+    qo_indptr: Any = None
     indptr: Any = None
     last_page_len: Any = None
     block_tables: Any = None
-    lengths: tuple[Any, Any, Any] = (None, None, None)  # indptr, last_page_len, kv_len
     # The kernel and the schedule
     choice: Any = None
+    scheduled: Any = None
+    scale: float = 1.0  # sm_scale or its default
+
+    def scale_of(self, head_dim: int) -> float:
+        return head_dim**-0.5 if self.sm_scale is None else self.sm_scale
+
+
+class DecodePlan(BatchPlan):
+    """The plan of batch decode, in which qo_indptr is None: each request has q_len rows."""
+
+    num_ctas: int = 0
+    num_ranges: int = 0
+    split_kv: int = 0
+    q_len: int = 1
+    heads_per_tile: int = 1
+    rows: int = 0  # of q
+    window_right: int = 0
+    head_dim: int = 0  # of q and k; head_dim_vo of the partials is the same until values of another one come
+    lengths: tuple[Any, Any, Any] = (None, None, None)  # indptr, last_page_len, kv_len that the schedule is made from
     exact: Any = None  # the choice with the mask and the tiles of the plan, which its runs ask for
     q_tiles: int = 0  # of a request
     most_ctas: int = ops.MAX_RANGES  # fewer than fit, where another kernel runs beside this one
     scheduled: tuple[int, int] | None = None  # (window_left, num_ctas) of the schedule on the device
-    scale: float = 1.0  # sm_scale or its default
 
     @property
     def q_shape(self) -> tuple[int, int, int]:
@@ -194,66 +203,30 @@ class DecodeWorkspaces:
     def sized(self, plan: DecodePlan, work: int) -> DecodePlan:
         """The plan with its buffers, and the scale of its scores."""
         buffers = self.buffers(plan, work)
-        scale = plan.head_dim**-0.5 if plan.sm_scale is None else plan.sm_scale
-        return plan.replace(**buffers._asdict(), scheduled=(plan.window_left, buffers.num_ctas), scale=scale)
+        scheduled, scale = (plan.window_left, buffers.num_ctas), plan.scale_of(plan.head_dim)
+        return plan.replace(**buffers._asdict(), scheduled=scheduled, scale=scale)
 
 
-class PrefillPlan(Plan):
-    """The plan of batch prefill. The first fields are arguments of `batch_prefill`."""
+class PrefillPlan(BatchPlan):
+    """The plan of batch prefill; the first fields are arguments of `batch_prefill`."""
 
-    schedule: Any = None
-    kv_layout: int = 0
-    batch_size: int = 0
     tile_tokens: int = 1
-    page_indices: Any = None  # None: ragged keys
-    partials: Any = None
     causal: bool = False
-    pos_encoding: int = 0
-    window_left: int = -1
-    soft_cap: float = 0.0
-    rope_scale: float = 1.0
-    rope_theta: float = 1e4
-    mask: Any = None
     mask_indptr: Any = None
     prefix_len: Any = None
     items: Any = None
     kv_tokens: int = 0
-    v_table_offset: int = 0
     num_ctas: int = 0  # where another kernel runs beside this one; 0: as many as fit
-    num_qo_heads: int = 0
-    backend: str = "auto"
-    # Of the scores and the batch
-    sm_scale: float | None = None  # None: 1 / sqrt(head_dim_qk)
-    num_kv_heads: int = 0
     head_dim_qk: int = 0
-    head_dim_vo: int = 0
-    page_size: int = 1
-    q_dtype: Any = None
-    kv_dtype: Any = None
-    o_dtype: Any = None
     rows: int | None = None  # of q; None: only the device knows
     kv_last: int | None = None  # pages, or ragged keys, likewise
-    # Tables of the wrapper
-    qo_indptr: Any = None
-    indptr: Any = None  # of pages, or of ragged keys
-    last_page_len: Any = None
-    block_tables: Any = None
     item_positions: Any = None
     items_len: int = 0
     longest_item: Any = None
-    # The kernel and the schedule
-    choice: Any = None
-    scheduled: Any = None
-    scale: float = 1.0  # sm_scale or its default
     out_dtype: Any = None  # of results that run allocates
     splits_kv: bool = True  # whether keys may be split
     max_partials: int = 0
     short_tile_tokens: int = 0
-
-    @property
-    def wanted_scale(self) -> float:
-        scale: float = self.head_dim_qk**-0.5 if self.sm_scale is None else self.sm_scale
-        return scale
 
     @property
     def kept(self) -> str:

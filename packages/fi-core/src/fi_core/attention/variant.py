@@ -26,12 +26,10 @@ if TYPE_CHECKING:
 TENSOR_TYPES = {
     "float": ("float32",),
     "double": ("float64",),
-    "half": ("float16",),
-    "__half": ("float16",),
-    "nv_bfloat16": ("bfloat16",),
-    "__nv_bfloat16": ("bfloat16",),
     "bool": ("bool",),
     "int": ("int32",),
+    **dict.fromkeys(("half", "__half"), ("float16",)),
+    **dict.fromkeys(("nv_bfloat16", "__nv_bfloat16"), ("bfloat16",)),
     **{f"{sign}int{bits}_t": (f"{sign}int{bits}",) for sign in ("", "u") for bits in (8, 16, 32, 64)},
     "uint8_t": ("uint8", "bool"),
     "uint32_t": ("uint32", "int32"),
@@ -56,16 +54,12 @@ class Variant:
     scalars: tuple[tuple[str, str], ...]
 
     @classmethod
-    def of(
-        cls,
-        tensor_names: Sequence[str],
-        tensor_types: Sequence[str],
-        scalar_names: Sequence[str],
-        scalar_types: Sequence[str],
-        name: str,
-        declaration: str,
-    ) -> Variant:
-        """Checks what the user wrote. Raises ValueError, or NotImplementedError for a struct of the Hopper form."""
+    def of(cls, tensors_and_scalars: Sequence[Sequence[str]], name: str, declaration: str) -> Variant:
+        """Checks what the user wrote: names and types of tensors, and of scalars.
+
+        Raises ValueError, or NotImplementedError for a struct of the Hopper form.
+        """
+        tensor_names, tensor_types, scalar_names, scalar_types = tensors_and_scalars
         tensors = _pair("additional_tensor", tensor_names, tensor_types, tuple(TENSOR_TYPES))
         scalars = _pair("additional_scalar", scalar_names, scalar_types, (*_FLOATS, *_INTS))
         names = [each for each, _ in (*tensors, *scalars)]
@@ -88,20 +82,10 @@ class Variant:
         """The text before a kernel's header in a unit: the arguments, then the user's text with its line numbers."""
         members = [f"  alignas(8) {kind}* {name};" for name, kind in self.tensors]
         members += [f"  alignas(8) {kind} {name};" for name, kind in self.scalars]
-        lines = [
-            '#include "fi/attention/custom_variant.h"',
-            "namespace fi {",
-            "struct VariantArguments {",
-            *members,
-            "};",
-            "}  // namespace fi",
-            "using namespace flashinfer;",
-            f'#line 1 "{USER_TEXT}"',
-            self.declaration,
-            '#line 1 "unit"',
-            f"#define FI_VARIANT CustomVariant<::{self.name.removeprefix('::')}, VariantArguments>",
-        ]
-        return "\n".join(lines)
+        before = ('#include "fi/attention/custom_variant.h"', "namespace fi {", "struct VariantArguments {")
+        after = ("};", "}  // namespace fi", "using namespace flashinfer;", f'#line 1 "{USER_TEXT}"', self.declaration)
+        kernel = f"#define FI_VARIANT CustomVariant<::{self.name.removeprefix('::')}, VariantArguments>"
+        return "\n".join((*before, *members, *after, '#line 1 "unit"', kernel))
 
     def arguments(
         self, given: Sequence[Any], known: Mapping[str, Any], derived: Mapping[str, float], device: torch.device
@@ -121,12 +105,8 @@ class Variant:
         rest = list(given)
         found: list[Any] = []
         for name, kind in self.tensors:
-            if name in known:
-                value = known[name]
-            elif rest and (rest[0] is None or hasattr(rest[0], "data_ptr")):
-                value = rest.pop(0)
-            else:
-                value = None
+            given_now = name not in known and rest and (rest[0] is None or hasattr(rest[0], "data_ptr"))
+            value = rest.pop(0) if given_now else known.get(name)
             found.append(self._tensor(name, kind, value, device))
         if len(rest) > len(self.scalars):
             raise TypeError(

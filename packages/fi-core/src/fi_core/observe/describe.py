@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from fi_core.observe.draw import Draw
-from fi_core.observe.template import Const, Scalar, Tensor, Var
+from fi_core.observe.template import Const, Scalar, Tensor, TraceTemplate, Var
 
 
 def with_sizes(
@@ -73,6 +73,18 @@ def axes_of(inputs: Mapping[str, Tensor | Scalar], **fixed: str | None) -> dict[
     names = dict.fromkeys(itertools.chain.from_iterable(shaped))
     consts = {name: Const(abbrev=abbrev) for name, abbrev in fixed.items() if name in names}
     return {**{name: Var() for name in names if name not in fixed}, **consts}
+
+
+def dispatcher(
+    templates: Iterable[TraceTemplate], choose: Callable[[dict[str, Any]], TraceTemplate | None]
+) -> Callable[..., TraceTemplate | None]:
+    """A trace for `fi_api` of these templates. choose: the one for the arguments of a call, or None."""
+
+    def trace(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
+        return choose(arguments)
+
+    trace.templates = tuple(templates)  # type: ignore[attr-defined]
+    return trace
 
 
 def samples(axes: Mapping[str, Sequence[Any]]) -> tuple[dict[str, Any], ...]:

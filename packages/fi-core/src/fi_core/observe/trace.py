@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from fi_core.observe.comparison import default_check, default_tolerances, standard_check
-from fi_core.observe.describe import axes_of, options, samples, sized, tensors, words
+from fi_core.observe.describe import axes_of, dispatcher, options, samples, sized, tensors, words
 from fi_core.observe.solution import BuildSpec, Solution, SourceFile, SupportedBindings, SupportedLanguages
 from fi_core.observe.template import (
     Const,
@@ -43,6 +43,7 @@ __all__ = [
     "call_arguments",
     "default_check",
     "default_tolerances",
+    "dispatcher",
     "fi_trace",
     "options",
     "samples",

@@ -7,6 +7,7 @@ import importlib
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fi_core.observe.describe import words
 from fi_core.runtime.errors import LibraryError, UnsupportedError
 from fi_core.utils import ceil_div
 
@@ -84,18 +85,11 @@ def paged_keys(
 
 # Variables of a graph are numbered: those of the operands in this order, from 1, and behind all of them their offsets.
 _RESULTS = ("out", "stats")
-_OPERANDS = (
-    "q",
-    "k",
-    "v",
-    "seq_len_q",
-    "seq_len_kv",
-    "paged_attention_k_table",
-    "paged_attention_v_table",
-    "sink_token",
-    *_RESULTS,
-)
+_OPERANDS = words("q k v seq_len_q seq_len_kv paged_attention_k_table paged_attention_v_table sink_token", *_RESULTS)
 _UIDS = {name: (1 + i, 1 + i + len(_OPERANDS)) for i, name in enumerate(_OPERANDS)}
+
+
+_TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT", "int32": "INT32", "int64": "INT64"}
 
 
 class _Graph:
@@ -103,18 +97,11 @@ class _Graph:
 
     def __init__(self, operands: dict[str, Operand], options: dict[str, Any], handle: Any) -> None:
         cudnn = frontend()
-        types = {
-            "float16": cudnn.data_type.HALF,
-            "bfloat16": cudnn.data_type.BFLOAT16,
-            "float32": cudnn.data_type.FLOAT,
-            "int32": cudnn.data_type.INT32,
-            "int64": cudnn.data_type.INT64,
-        }
         float32 = cudnn.data_type.FLOAT
         graph = cudnn.pygraph(intermediate_data_type=float32, compute_data_type=float32, handle=handle)
 
         def type_of(x: torch.Tensor) -> Any:
-            return types[str(x.dtype).removeprefix("torch.")]
+            return getattr(cudnn.data_type, _TYPES[str(x.dtype).removeprefix("torch.")])
 
         def with_offsets(variable: Any, name: str, offsets: torch.Tensor | None) -> Any:
             if offsets is not None:
@@ -134,13 +121,8 @@ class _Graph:
             if name not in _RESULTS
         }
         try:
-            found = graph.sdpa(
-                name="attention",
-                generate_stats="stats" in operands,
-                use_padding_mask=True,
-                **inputs,
-                **_options(cudnn, options),
-            )
+            given = {"name": "attention", "generate_stats": "stats" in operands, "use_padding_mask": True}
+            found = graph.sdpa(**given, **inputs, **_options(cudnn, options))
             for name, variable in zip(_RESULTS, found):
                 if name in operands:
                     x = operands[name]

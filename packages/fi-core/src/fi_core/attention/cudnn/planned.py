@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.cudnn.graph import Operand, attend, dense, finish_lse, frontend, packed, page_table, per_request
 from fi_core.utils import _get_range_buf, ceil_div, next_positive_power_of_2
@@ -111,20 +112,10 @@ class PlannedBatch:
         return (self._kept["lens_kv"] == 0)[request.clamp_(max=len(ends) - 1)]
 
     def attend(
-        self,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: int,
-        workspace: torch.Tensor,
-        scale: float,
-        causal: bool,
-        window_left: int,
-        sinks: torch.Tensor | None,
+        self, tensors: Sequence[Any], layout: int, workspace: Any, scale: float, causal: bool, window_left: int
     ) -> None:
-        """Attention of the planned batch; k and v are the caches, or all keys and values."""
+        """Attention of the planned batch. tensors: out, lse, q, k, v (caches, or all keys and values) and sinks."""
+        out, lse, q, k, v, sinks = tensors
         operands = {
             "q": self._rows(q),
             "seq_len_q": per_request(self._kept["lens_q"]),

@@ -51,40 +51,15 @@ def _split(qkv: Any, input_layout: str) -> tuple[torch.Tensor, torch.Tensor, tor
     )
 
 
-def _chunked(
-    size: int, max_q_len: int, page_size: int, qo_indptr: torch.Tensor, kv_len: torch.Tensor, kv_begin: torch.Tensor
-) -> tuple[int, dict[str, torch.Tensor]]:
-    """Splits requests at multiples of `size` keys, so that a causal mask within each piece gives chunked attention.
-
-    The tables are computed on the device. Each request has as many pieces as max_q_len rows can touch; some may have no
-    rows. kv_begin: int32 `[batch_size + 1]`, first key or page of each request. page_size: 1 for keys. Returns the
-    number of pieces, and their tables.
-    """
-    import torch
-
-    most = max(max_q_len + size - 2, 0) // size + 1
-    qo_len, begin = qo_indptr.diff(), kv_begin[:-1, None]
-    position = kv_len - qo_len  # of the first row; below 0 rows see nothing
-    first = position.div(size, rounding_mode="floor")
-    edges = (first[:, None] + torch.arange(most + 1, dtype=torch.int32, device=first.device)) * size
-    rows = qo_indptr[:-1, None] + (edges - position[:, None]).clamp(min=0).minimum(qo_len[:, None])
-    keys = edges.clamp(min=0)
-    lengths = (keys[:, 1:].minimum(kv_len[:, None]) - keys[:, :-1]).clamp(min=0)
-
-    def table(begins: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-        return torch.cat((begins.flatten(), end)).int()
-
-    return kv_len.numel() * most, {
-        "qo_indptr": table(rows[:, :-1], qo_indptr[-1:]),
-        "kv_indptr": table(begin + keys[:, :-1] // page_size, kv_begin[-1:]),
-        "kv_len": lengths.flatten().int(),
-    }
-
-
 def _chunks(
     size: int, max_q_len: int, page_size: int, batch_size: int, most_keys: int, tables: dict[str, Any]
 ) -> tuple[int, dict[str, Any]]:
-    """`_chunked` of a batch: the number of pieces, and its tables with theirs. most_keys: of the pages of a request."""
+    """Splits requests at multiples of `size` keys, so that a causal mask within each piece gives chunked attention.
+
+    Each request has as many pieces as max_q_len rows can touch; some may have no rows. page_size: 1 for keys;
+    most_keys: of the pages of a request. Returns the number of pieces, and the tables with theirs, computed on the
+    device.
+    """
     import torch
 
     if size % page_size:
@@ -100,8 +75,17 @@ def _chunks(
             f"cum_seq_lens_q, cum_seq_lens_kv and seq_lens: batch_size + 1 = {batch_size + 1} offsets and "
             f"{batch_size} lengths are required; got {len(qo_indptr)}, {len(begins)} and {len(kv_len)}"
         )
-    pieces, found = _chunked(size, max_q_len, page_size, qo_indptr, kv_len, begins)
-    return pieces, tables | found
+    most = max(max_q_len + size - 2, 0) // size + 1
+    qo_len, begin = qo_indptr.diff(), begins[:-1, None]  # first key or page of each request
+    position = kv_len - qo_len  # of the first row; below 0 rows see nothing
+    first = position.div(size, rounding_mode="floor")
+    edges = (first[:, None] + torch.arange(most + 1, dtype=torch.int32, device=first.device)) * size
+    rows = qo_indptr[:-1, None] + (edges - position[:, None]).clamp(min=0).minimum(qo_len[:, None])
+    keys = edges.clamp(min=0)
+    lengths = (keys[:, 1:].minimum(kv_len[:, None]) - keys[:, :-1]).clamp(min=0)
+    pieces = {"qo_indptr": (rows[:, :-1], qo_indptr), "kv_indptr": (begin + keys[:, :-1] // page_size, begins)}
+    made = {name: torch.cat((start.flatten(), whole[-1:])).int() for name, (start, whole) in pieces.items()}
+    return kv_len.numel() * most, {**tables, **made, "kv_len": lengths.flatten().int()}
 
 
 def _table_of_both(block_tables: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

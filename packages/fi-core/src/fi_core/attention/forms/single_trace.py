@@ -8,7 +8,7 @@ from typing import Any
 from fi_core.attention.reference import attend_request
 from fi_core.observe.describe import with_sizes
 from fi_core.observe.draw import Draw, nbytes
-from fi_core.observe.trace import Const, Scalar, Tensor, TraceTemplate, Var, Work, options, words
+from fi_core.observe.trace import Scalar, Tensor, TraceTemplate, Work, axes_of, dispatcher, options, words
 
 _OTHERS = words(
     "pos_encoding_mode q_scale k_scale v_scale scale_q scale_k scale_v packed_custom_mask kv_cache_sf",
@@ -68,22 +68,17 @@ def single_trace(
         tokens = ["kv_len", "num_kv_heads"] if layout == "NHD" else ["num_kv_heads", "kv_len"]
         lse = {"lse": Tensor([*rows, "num_qo_heads"], dtype="float32", description="Base 2.")} if with_lse else {}
         output = Tensor([*rows, "num_qo_heads", "head_dim_vo"], dtype_from="q", dtype_from_scalar="o_dtype")
+        taken: dict[str, Tensor | Scalar] = {
+            "q": Tensor([*rows, "num_qo_heads", "head_dim_qk"]),
+            "k": Tensor([*tokens, "head_dim_qk"]),
+            "v": Tensor([*tokens, "head_dim_vo"]),
+            **inputs,
+            **options(string="kv_layout", float32="sm_scale logits_soft_cap", int32="window_left"),
+        }
         return TraceTemplate(
             f"single_{kind}",
-            axes={
-                **{axis: Var() for axis in (*rows, "kv_len")},
-                "num_qo_heads": Const(abbrev="h"),
-                "num_kv_heads": Const(abbrev="kv"),
-                "head_dim_qk": Const(abbrev="d"),
-                "head_dim_vo": Const(abbrev=""),
-            },
-            inputs={
-                "q": Tensor([*rows, "num_qo_heads", "head_dim_qk"]),
-                "k": Tensor([*tokens, "head_dim_qk"]),
-                "v": Tensor([*tokens, "head_dim_vo"]),
-                **inputs,
-                **options(string="kv_layout", float32="sm_scale logits_soft_cap", int32="window_left"),
-            },
+            axes=axes_of(taken, num_qo_heads="h", num_kv_heads="kv", head_dim_qk="d", head_dim_vo=""),
+            inputs=taken,
             outputs={"output": output, **lse},
             reference=(attend_request, reference),
             op="single_attention",
@@ -99,8 +94,7 @@ def single_trace(
     hidden, only = (("with_lse",), {}) if rows else (("with_lse", "qo_len"), {"qo_len": None})
     templates = {(layout, lse): template(layout, lse) for layout in ("NHD", "HND") for lse in (False, True)}
 
-    def trace(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
-        return templates.get((arguments.get("kv_layout", "NHD"), bool(arguments.get("return_lse", False))))
+    def choose(x: dict[str, Any]) -> TraceTemplate | None:
+        return templates.get((x.get("kv_layout", "NHD"), bool(x.get("return_lse", False))))
 
-    trace.templates = tuple(templates.values())  # type: ignore[attr-defined]
-    return trace
+    return dispatcher(templates.values(), choose)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.attention import contract
 from fi_core.attention.contract import LAYOUTS, code, row_elements, scale_product, scales_of, viewed
-from fi_core.attention.forms.decode_masks import mask_of_rank, pages_of_heads
-from fi_core.attention.forms.decode_trace import tables_trace
+from fi_core.attention.forms import tables_trace
 from fi_core.attention.forms.tables_plan import BlockTablesPlan, buffers_in, step_of
+from fi_core.attention.mask import mask_of_rank, pages_of_heads
 from fi_core.attention.ops import decode as ops
-from fi_core.attention.ops.request import Facts
+from fi_core.attention.ops.request import facts_of
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import unsupported
 from fi_core.runtime.returns import with_lse
@@ -81,20 +81,9 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
             )
         mask = mask.view(torch.uint8)
         mask = mask if mask.ndim == 2 else mask.view(q.shape[0], -1)
-    facts = Facts(
-        q.dtype,
-        contract.kv_type(k.dtype),
-        c.out.dtype,
-        q.shape[2],
-        row_elements(v),
-        q.shape[1] // kv_heads,
-        page_size,
-        split_tables=v_table_offset != 0,
-    )
-    heads = q.shape[1], kv_heads
-    step = step_of(
-        facts, pages, pitch, seq_lens, heads, q_len, c.window_left, c.disable_split_kv, qo_indptr is not None
-    )
+    facts = facts_of(q, k, v, c.out.dtype, kv_heads, page_size, split_tables=v_table_offset != 0)
+    tables, varying = (pages, pitch, seq_lens), qo_indptr is not None
+    step = step_of(facts, *tables, (q.shape[1], kv_heads), q_len, c.window_left, c.disable_split_kv, varying)
     if c.plan is None:
         buffers = buffers_in(c.workspace, step)
         step.write(buffers, seq_lens)()
@@ -219,7 +208,7 @@ def _results(
 
 
 @with_lse
-@fi_api(trace=tables_trace)
+@fi_api(trace=tables_trace.decode)
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: Cache,

@@ -22,15 +22,19 @@ _ROW_SCALES, _ROW_ROPE, _ROW_BYTES = ops.LATENT, ops.LATENT + 16, ops.LATENT + 1
 _SCALE_FORMATS = ("auto", "arbitrary_fp32", "pow2_fp32", "ue8m0")
 
 
+def _require(when: str = "", **values: tuple[Any, Any]) -> None:
+    """Raises ValueError for a value that is not the one required: (value, required) by name."""
+    for name, (value, required) in values.items():
+        if value != required:
+            raise ValueError(f"{name}: {required} is required{when}; got {value!r}")
+
+
 def _check_words(lse_base: str | None, scale_format: str, kv_lora_rank: int, qk_rope_head_dim: int) -> None:
     if lse_base not in _LSE_BASES:
         raise ValueError(f"return_lse_base: base2 or basee is required; got {lse_base!r}")
     if scale_format not in _SCALE_FORMATS:
         raise ValueError(f"kv_scale_format: one of {', '.join(_SCALE_FORMATS)} is required; got {scale_format!r}")
-    widths = ("kv_lora_rank", kv_lora_rank, ops.LATENT), ("qk_rope_head_dim", qk_rope_head_dim, ops.ROPE)
-    for name, value, required in widths:
-        if value != required:
-            raise ValueError(f"{name}: {required} is required; got {value!r}")
+    _require(kv_lora_rank=(kv_lora_rank, ops.LATENT), qk_rope_head_dim=(qk_rope_head_dim, ops.ROPE))
 
 
 def _rows(query: torch.Tensor, varying: bool) -> tuple[torch.Tensor, int]:
@@ -113,9 +117,7 @@ def _context(
 ) -> torch.Tensor | None:
     """The lengths on all ranks of decode context parallelism; None without. Raises ValueError."""
     if not enable_dcp:
-        for name, value, default in (("cp_world", world, 1), ("cp_rank", rank, 0)):
-            if value != default:
-                raise ValueError(f"{name}: {default} is required without enable_dcp; got {value!r}")
+        _require(" without enable_dcp", cp_world=(world, 1), cp_rank=(rank, 0))
         if lens is not None:
             raise ValueError("causal_seqlens_kv_global: None is required without enable_dcp; got a tensor")
         return None
@@ -299,7 +301,7 @@ def _plan(
 
     check_workspace(workspace, "workspace_buffer")
     flat, heads, batch_size = workspace.view(torch.uint8).view(-1), q.shape[1], tables.batch_size(q)
-    first = round_up(4 * ops.words(ops.sizes(workspace.device, heads), batch_size), 256)
+    first = round_up(4 * ops.words_of(ops.sizes(workspace.device, heads), batch_size), 256)
     if flat.numel() <= first:
         raise ValueError(f"workspace_buffer: more than {first} bytes are required; got {flat.numel()}")
     size, schedule, partials = ops.place(flat[:first], flat[first:], heads, batch_size)

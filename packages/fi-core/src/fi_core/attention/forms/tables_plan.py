@@ -47,10 +47,8 @@ class Step(NamedTuple):
 
     def write(self, buffers: ops.Buffers, seq_lens: torch.Tensor) -> Callable[[], Any]:
         """The launch of the kernel that writes the schedule."""
-        tables = (buffers.schedule, None, None, seq_lens)
-        counts = (buffers.num_ctas, buffers.num_ranges, buffers.split_kv)
         more = {"pages_per_request": self.pages_per_request, "q_len": self.q_len, "window_left": self.window_left}
-        return functools.partial(ops.decode_plan, *tables, self.page_size, self.q_tiles, *counts, **more)
+        return functools.partial(ops.plan, buffers, None, None, seq_lens, self.page_size, self.q_tiles, **more)
 
 
 def step_of(
@@ -197,40 +195,19 @@ class BlockTablesPlan:
         types = (q_data_type, kv_data_type, o_data_type)
         shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
         layers = (*shape, *types, q_len_per_req, window_left, disable_split_kv)
-        key = (
-            block_tables.data_ptr(),
-            block_tables.shape,
-            block_tables.stride(),
-            seq_lens.data_ptr(),
-            seq_lens.shape,
-            seq_lens.stride(),
-            seq_lens.dtype,
-            layers,
-        )
+        lengths = seq_lens.data_ptr(), seq_lens.shape, seq_lens.stride(), seq_lens.dtype
+        key = block_tables.data_ptr(), block_tables.shape, block_tables.stride(), lengths, layers
         made = self._steps.get(key)
         if made is None:
             if len(self._steps) == _MAX_STEPS:
                 self._steps.clear()
-            made = self._steps[key] = self._made(block_tables, seq_lens, *layers)
+            made = self._steps[key] = self._made(block_tables, seq_lens, layers)
         made.write()
         self._now = made
 
-    def _made(
-        self,
-        block_tables: torch.Tensor,
-        seq_lens: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype | None,
-        o_data_type: torch.dtype | None,
-        q_len: int,
-        window_left: int,
-        disable_split_kv: bool,
-    ) -> _Planned:
+    def _made(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, layers: tuple[Any, ...]) -> _Planned:
         """A step of these arguments of `plan`. Its launch holds seq_lens, whose address no other tensor then has."""
+        num_qo_heads, num_kv_heads, head_dim, page_size, q_dtype, kv_dtype, o_dtype, *rest = layers
         pages, pitch, _ = page_tables(block_tables, True)
         lengths = viewed("seq_lens", seq_lens, -1)
         if len(lengths) != block_tables.shape[0]:
@@ -240,18 +217,9 @@ class BlockTablesPlan:
             )
         if num_kv_heads < 1 or num_qo_heads % num_kv_heads:
             raise ValueError(f"num_qo_heads: a multiple of {num_kv_heads} kv heads is required; got {num_qo_heads}")
-        facts = Facts(
-            q_data_type,
-            kv_type(kv_data_type or q_data_type),
-            o_data_type or q_data_type,
-            head_dim,
-            head_dim,
-            num_qo_heads // num_kv_heads,
-            page_size,
-            split_tables=False,
-        )
-        heads = num_qo_heads, num_kv_heads
-        step = step_of(facts, pages, pitch, lengths, heads, q_len, window_left, disable_split_kv)
+        types = q_dtype, kv_type(kv_dtype or q_dtype), o_dtype or q_dtype
+        facts = Facts(*types, head_dim, head_dim, num_qo_heads // num_kv_heads, page_size)
+        step = step_of(facts, pages, pitch, lengths, (num_qo_heads, num_kv_heads), *rest)
         shape = step._replace(block_tables=0, seq_lens=0, pages_per_request=0)
         if shape not in self._buffers:  # the schedule of a shape keeps its address, for graphs
             shared = buffers_in(self._workspace, step)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention import contract
-from fi_core.attention.contract import LAYOUTS, code, kv_type, results, row_elements, scale_product
-from fi_core.attention.forms.prefill_trace import tables_trace
+from fi_core.attention.contract import LAYOUTS, code, results, row_elements, scale_product
+from fi_core.attention.forms import tables_trace
 from fi_core.attention.forms.tables_plan import ContextTablesPlan
 from fi_core.attention.ops import prefill as ops
-from fi_core.attention.ops.request import Facts
+from fi_core.attention.ops.request import facts_of
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import unsupported
 from fi_core.runtime.resolve.ahead import planned
@@ -60,29 +60,26 @@ def attend_once(
             "query: [tokens, num_qo_heads, head_dim] and a batch_size of 0 to 2^31 - 1 are required; got shape "
             f"{tuple(q.shape)} and {batch_size}"
         )
-    rows, heads, dim = q.shape
+    rows, heads, _ = q.shape
     kv_heads = k.shape[-2 - layout]
     page_size = 1 if page_indices is None else k.shape[1 + layout]
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"query: a multiple of the {kv_heads} heads of the keys is required; got {heads}")
     by_head = (options.get("scale_q"), options.get("scale_k"), options.get("scale_v"))
     scaled = any(x is not None for x in (sm_scale[1], out_scale[1], *by_head))
-    choice = planned(
-        ops.BATCH_PREFILL, q.device, backend,
-        *Facts(
-            q.dtype, kv_type(k.dtype), out.dtype, dim, row_elements(v), heads // kv_heads,
-            0 if page_indices is None else page_size, PosEncodingMode(pos_encoding).name,
-            "plain" if options.get("mask") is None else "custom", options.get("soft_cap", 0.0) > 0.0,
-            scaled=scaled, split_tables=options.get("v_table_offset", 0) != 0,
-        ), ahead=False,
+    facts = facts_of(
+        q, k, v, out.dtype, kv_heads, 0 if page_indices is None else page_size,
+        pos_encoding=PosEncodingMode(pos_encoding).name, mask="plain" if options.get("mask") is None else "custom",
+        soft_cap=options.get("soft_cap", 0.0) > 0.0, scaled=scaled, split_tables=options.get("v_table_offset", 0) != 0,
     )  # fmt: skip
+    choice = planned(ops.BATCH_PREFILL, q.device, backend, *facts, ahead=False)
     tables = qo_indptr, kv_indptr, kv_len
     tile_tokens = ops.tile_tokens(heads, kv_heads, ops.q_tile_rows(choice))
     numbers = batch_size, rows, heads, kv_heads, page_size, pages_per_request, causal, window_left
     key = choice, numbers, *(None if x is None else x.data_ptr() for x in tables)
     schedule = None if step is None else step.find(key)
     if schedule is None:
-        schedule = _planned_schedule(q, choice, tables, *numbers)
+        schedule = _planned_schedule(q, choice, tables, numbers)
         if step is not None:
             step.keep(key, schedule, *tables)
     ops.batch_prefill(
@@ -96,24 +93,19 @@ def _planned_schedule(
     q: torch.Tensor,
     choice: Choice,
     tables: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    batch_size: int,
-    rows: int,
-    heads: int,
-    kv_heads: int,
-    page_size: int,
-    pages_per_request: int,
-    causal: bool,
-    window_left: int,
+    numbers: tuple[int, ...],
 ) -> torch.Tensor:
-    """A new schedule, by a launch. tables: qo_indptr, kv_indptr and kv_len."""
+    """A new schedule, by a launch. tables: qo_indptr, kv_indptr and kv_len; numbers: as in `attend_once`."""
     import torch
 
     qo_indptr, kv_indptr, kv_len = tables
+    batch_size, rows, heads, kv_heads, page_size, pages_per_request, causal, window_left = numbers
     tile_tokens = ops.tile_tokens(heads, kv_heads, ops.q_tile_rows(choice))
     schedule = q.new_empty(ops.schedule_words(batch_size, rows, tile_tokens), dtype=torch.int32)
-    ops.plan(
-        schedule, batch_size, tile_tokens, qo_indptr, kv_indptr, None, kv_len, page_size=page_size,
-        qo_len=0 if qo_indptr is not None else rows, pages_per_request=pages_per_request, causal=causal,
+    ops.prefill_plan(
+        schedule, qo_indptr, kv_indptr, last_page_len=None, kv_len=kv_len, batch_size=batch_size,
+        tile_tokens=tile_tokens, page_size=page_size,
+        qo_len=0 if qo_indptr is not None else rows, pages_per_request=pages_per_request, causal=bool(causal),
         window_left=window_left, num_kv_heads=kv_heads,
         short_tile_tokens=ops.short_tile_tokens(choice, heads, kv_heads, window_left >= 0),
     )  # fmt: skip
@@ -148,7 +140,7 @@ def attend_tables(
     )  # fmt: skip
 
 
-@fi_api(trace=tables_trace)
+@fi_api(trace=tables_trace.prefill)
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor,
     kv_cache: Cache,

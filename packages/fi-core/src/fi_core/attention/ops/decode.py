@@ -11,7 +11,8 @@ import functools
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, KV_TYPES, TYPES, with_tables
+from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, KV_TYPES, TYPES, plan_implementations, with_tables
+from fi_core.observe.describe import words
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.launch.operator import operator, operators
 from fi_core.runtime.machine import multiprocessors_of, target_of
@@ -30,17 +31,19 @@ CPU_CTAS = 64  # "CTAs" of a CPU; a fixed number, so that results do not depend 
 BALANCED, NO_SPLIT = 0, -1  # values of `split_kv`, beside a number of KV tiles
 
 
-def _plan_unit(axes: Values) -> Unit:
-    entry = Entry("decode_plan", "decode_plan", 1024, ctas_per_sm=1)
-    return Unit("fi/attention/decode/decode_plan.cuh", "DecodePlanParams", (entry,))
-
-
+# The tensors are contiguous, and the numbers of the `Buffers` are those sized for the batch. indptr: int32
+# `[batch_size + 1]`; page ids of request b are `page_indices[indptr[b] : indptr[b + 1]]`, or without it
+# `page_indices[b * pages_per_request :][:pages_per_request]`, a flat block table. last_page_len: int32 `[batch_size]`;
+# lengths are `(pages - 1) * page_size + last_page_len`. kv_len: int32, uint32 or int64 `[batch_size]`; lengths, which
+# take precedence, up to the tokens of the pages. A request without pages has length 0. q_tiles: `num_q_tiles(...)`.
+# q_len: query tokens of each request. window_left: keys before the last that are attended to (-1: all), which
+# `batch_decode` must be given too.
 DECODE_PLAN = Op(
     name="decode_plan",
     family="attention",
     arguments="Tensor(a!) schedule, Tensor? indptr, Tensor? last_page_len, Tensor? kv_len, int page_size, int q_tiles, "
     "int num_ctas, int num_ranges, int split_kv, int pages_per_request=0, int q_len=1, int window_left=-1",
-    implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _plan_unit)),
+    implementations=plan_implementations("decode"),
 )
 decode_plan = operator(DECODE_PLAN)
 
@@ -68,23 +71,10 @@ class DecodeConfig(NamedTuple):
 def _cuda_core_unit(axes: Values) -> Unit:
     """CUDA cores: every dtype, head dim, layout and option."""
     types = f"{DTYPES[axes['q']].device}, {DTYPES[axes['kv']].device}"
+    narrow, wide = (DecodeConfig(DecodeKind.CUDA_CORE, dim) for dim in (256, 512))
     entries = (
-        Entry(
-            "batch_decode_cuda_core",
-            f"batch_decode_cuda_core<{types}, 1, 4>",
-            128,
-            DecodeConfig(DecodeKind.CUDA_CORE, 256),
-            0,
-            2,
-        ),
-        Entry(
-            "batch_decode_cuda_core_wide",
-            f"batch_decode_cuda_core<{types}, 2, 1>",
-            128,
-            DecodeConfig(DecodeKind.CUDA_CORE, 512),
-            0,
-            2,
-        ),
+        Entry("batch_decode_cuda_core", f"batch_decode_cuda_core<{types}, 1, 4>", 128, narrow, 0, 2),
+        Entry("batch_decode_cuda_core_wide", f"batch_decode_cuda_core<{types}, 2, 1>", 128, wide, 0, 2),
     )
     return with_tables(Unit("fi/attention/decode/batch_decode.cuh", "BatchDecodeParams", entries), axes)
 
@@ -239,6 +229,13 @@ _WHOLE_COPIES = Constraint("page_size", "multiple of", 16)
 _PACKED_PAGES = Rule(
     ("kv", "page_size"), "page_size multiple of 4 for NVFP4 keys", lambda kv, size: kv != "e2m1" or size % 4 == 0
 )
+_FOR_TMA: tuple[Constraint | Rule, ...] = (
+    *exactly(90),
+    *TENSOR_CORES,
+    _PACKED_PAGES,
+    Constraint("heads_per_tile", "in", (1, 2, 4)),
+)
+_FOR_MMA: tuple[Constraint | Rule, ...] = (*at_least(80), *TENSOR_CORES, Constraint("heads_per_tile", "==", 1))
 
 
 def _compiled(values: Values) -> Values:
@@ -282,26 +279,9 @@ BATCH_DECODE = Op(
     "Tensor? v_scales=None, int q_len=1, int pos_encoding=0, int window_left=-1, float soft_cap=0.0, "
     "float rope_scale=1.0, float rope_theta=10000.0, Tensor? mask=None, Tensor? qo_indptr=None, int v_table_offset=0, "
     'int heads_per_tile=1, int rows=0, int num_qo_heads=0, str backend="auto"',
-    planned=(
-        "partials",
-        "schedule",
-        "page_indices",
-        "kv_layout",
-        "num_ctas",
-        "num_ranges",
-        "split_kv",
-        "q_len",
-        "pos_encoding",
-        "window_left",
-        "soft_cap",
-        "rope_scale",
-        "rope_theta",
-        "mask",
-        "qo_indptr",
-        "v_table_offset",
-        "heads_per_tile",
-        "rows",
-        "num_qo_heads",
+    planned=words(
+        "partials schedule page_indices kv_layout num_ctas num_ranges split_kv q_len pos_encoding",
+        "window_left soft_cap rope_scale rope_theta mask qo_indptr v_table_offset heads_per_tile rows num_qo_heads",
         "backend",
     ),
     fields={**FIELDS, "heads_per_tile": Field(None, 1)},
@@ -311,21 +291,8 @@ BATCH_DECODE = Op(
     beside=("batch_prefill", "prefill_plan"),
     implementations=(
         Implementation("cpu", ON_CPU, axes=_general, backends=("cpu", "fa2", "fa2_cuda_core")),
-        Implementation(
-            "tma_sm90",
-            (*exactly(90), *TENSOR_CORES, _PACKED_PAGES, Constraint("heads_per_tile", "in", (1, 2, 4))),
-            _tma_unit,
-            _compiled,
-            ("fa3",),
-            preferred=(_WHOLE_COPIES,),
-        ),
-        Implementation(
-            "mma_sm80",
-            (*at_least(80), *TENSOR_CORES, Constraint("heads_per_tile", "==", 1)),
-            _mma_unit,
-            _compiled,
-            ("fa2_tc", "fa2"),
-        ),
+        Implementation("tma_sm90", _FOR_TMA, _tma_unit, _compiled, ("fa3",), preferred=(_WHOLE_COPIES,)),
+        Implementation("mma_sm80", _FOR_MMA, _mma_unit, _compiled, ("fa2_tc", "fa2")),
         Implementation("cuda_core", at_least(80), _cuda_core_unit, _general, ("fa2", "fa2_cuda_core")),
         Implementation("cudnn", CUDNN, axes=_general, backends=("cudnn",), by_name=True),
     ),
@@ -471,27 +438,7 @@ def plan(
     q_tiles: int,
     **options: int,
 ) -> None:
-    """Writes the schedule of a batch on the device, by one kernel of one CTA. It does not synchronise.
-
-    All tensors are contiguous and on the device of the buffers. The buffers must have been sized for this batch.
-
-    Args:
-        buffers: the schedule to fill.
-        indptr: int32 `[batch_size + 1]`; page ids of request b are `page_indices[indptr[b] : indptr[b + 1]]`. None:
-            `page_indices[b * pages_per_request :][:pages_per_request]`, a flat block table.
-        last_page_len: int32 `[batch_size]`; lengths are `(pages - 1) * page_size + last_page_len`.
-        kv_len: int32, uint32 or int64 `[batch_size]`; lengths, which take precedence over last_page_len. A length is
-            limited to the tokens of the request's pages; a request without pages has length 0.
-        page_size: tokens of a page.
-        q_tiles: `num_q_tiles(...)`.
-        options: `pages_per_request`, the width of the block table without indptr; `q_len`, query tokens of each request
-            (1); `window_left`, the number of keys before the last that are attended to (-1: all), which `batch_decode`
-            must be given too.
-
-    Raises:
-        ValueError: shape, size or device.
-        TypeError: dtype.
-    """
+    """Writes the schedule of a batch into its buffers: `decode_plan`, with the numbers of the buffers."""
     decode_plan(
         buffers.schedule, indptr, last_page_len, kv_len, page_size, q_tiles, buffers.num_ctas, buffers.num_ranges,
         buffers.split_kv, **options,

@@ -10,6 +10,8 @@ import functools
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+from fi_core.attention.ops.request import plan_implementations
+from fi_core.observe.describe import words
 from fi_core.runtime.launch.operator import operator, operators
 from fi_core.runtime.machine import multiprocessors_of, target_of
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least, exactly
@@ -24,7 +26,7 @@ NARROW_ROWS, WIDE_ROWS = 16, 64  # packed query rows of a CTA
 _CPU_RANGES = 64
 _WIDTH = LATENT + ROPE
 
-# schedule: int32 `[2, words]`, of which `words` gives the size. kv_len: int32 or int64 `[batch_size]`, tokens in the
+# schedule: int32 `[2, words]`, of which `words_of` gives the size. kv_len: int32 or int64 `[batch_size]`, tokens in the
 # cache; without it each of batch_size requests has what its pages hold. qo_indptr: int32 `[batch_size + 1]`; without it
 # each request has qo_len query tokens. kv_indptr: int32 `[batch_size + 1]`, offsets in the page table; without it
 # request b has pages_per_request entries from b * pages_per_request on. context_lens: int32 `[batch_size]`, tokens of
@@ -36,16 +38,7 @@ MLA_PLAN = Op(
     arguments="Tensor(a!) schedule, Tensor? kv_len, int page_size, int heads, int max_ranges, int narrow_ranges, "
     "int wide_ranges, int narrow_rows, int wide_rows, Tensor? qo_indptr=None, Tensor? kv_indptr=None, "
     "int pages_per_request=0, int qo_len=1, Tensor? context_lens=None, bool split_kv=True, int batch_size=0",
-    implementations=(
-        Implementation("cpu", ON_CPU),
-        Implementation(
-            "cuda",
-            at_least(80),
-            lambda axes: Unit(
-                "fi/attention/mla/mla_plan.cuh", "MlaPlanParams", (Entry("mla_plan", "mla_plan", 1024, ctas_per_sm=1),)
-            ),
-        ),
-    ),
+    implementations=plan_implementations("mla"),
 )
 mla_plan = operator(MLA_PLAN)
 
@@ -125,6 +118,11 @@ FIELDS = {
 }
 
 
+_WIDE = (Constraint("has_rope", "==", True), Constraint("rows", "==", "wide"))
+_16_BIT_KEYS = Constraint("kv", "in", ("f16", "bf16"))
+_FP8_KEYS = (Constraint("q", "==", "bf16"), Constraint("kv", "==", "e4m3"))
+
+
 def _types(values: Values) -> Values:
     return {"q": values["q"], "kv": values["kv"]}
 
@@ -148,60 +146,22 @@ BATCH_MLA = Op(
     "Tensor? ckv_scales=None, bool lse_base_e=False, bool sparse=False, Tensor? sinks=None, Tensor? score_scale=None, "
     "Tensor? out_scale=None, int cp_world=1, int cp_rank=0, bool? enable_pdl=None, int num_heads=0, int page_size=0, "
     'str backend="auto"',
-    planned=(
-        "workspace",
-        "schedule",
-        "page_indices",
-        "batch_size",
-        "max_ranges",
-        "narrow_ranges",
-        "wide_ranges",
-        "cluster",
-        "sm_scale",
-        "causal",
-        "num_heads",
-        "page_size",
-        "enable_pdl",
-        "backend",
+    planned=words(
+        "workspace schedule page_indices batch_size max_ranges narrow_ranges wide_ranges cluster sm_scale causal",
+        "num_heads page_size enable_pdl backend",
     ),
     fields=FIELDS,
     axes={"q": ("f16", "bf16"), "kv": ("f16", "bf16", "e4m3")},
     config=MlaConfig,
     implementations=(
         Implementation("cpu", ON_CPU, axes=_types, backends=("cpu", "fa2")),
-        Implementation(
-            "wgmma_sm90",
-            (
-                *exactly(90),
-                Constraint("kv", "in", ("f16", "bf16")),
-                Constraint("has_rope", "==", True),
-                Constraint("rows", "==", "wide"),
-            ),
-            _wgmma_unit,
-            _types,
-            ("fa3",),
-        ),
-        Implementation(
-            "wgmma_fp8_sm90",
-            (
-                *exactly(90),
-                Constraint("q", "==", "bf16"),
-                Constraint("kv", "==", "e4m3"),
-                Constraint("has_rope", "==", True),
-                Constraint("rows", "==", "wide"),
-            ),
-            _wgmma_unit,
-            _types,
-            ("fa3",),
-        ),
+        Implementation("wgmma_sm90", (*exactly(90), _16_BIT_KEYS, *_WIDE), _wgmma_unit, _types, ("fa3",)),
+        Implementation("wgmma_fp8_sm90", (*exactly(90), *_FP8_KEYS, *_WIDE), _wgmma_unit, _types, ("fa3",)),
         Implementation("narrow_sm90", exactly(90), _narrow_unit, _types, ("fa3",)),
         Implementation("mma_sm80", at_least(80), _mma_unit, _types, ("fa2",)),
     ),
-    prebuilt=(  # the models are bf16
-        {"q": "bf16", "kv": "bf16", "rows": "narrow"},
-        {"q": "bf16", "kv": "bf16", "rows": "wide"},
-        {"q": "bf16", "kv": "e4m3", "rows": "narrow"},
-        {"q": "bf16", "kv": "e4m3", "rows": "wide"},
+    prebuilt=tuple(  # the models are bf16
+        {"q": "bf16", "kv": kv, "rows": rows} for kv in ("bf16", "e4m3") for rows in ("narrow", "wide")
     ),
 )
 batch_mla = operator(BATCH_MLA)
@@ -236,7 +196,7 @@ def sizes(device: torch.device, heads: int) -> Sizes:
     return Sizes(ctas, ctas, ctas // cluster, cluster)
 
 
-def words(size: Sizes, batch_size: int) -> int:
+def words_of(size: Sizes, batch_size: int) -> int:
     """Words of both schedules of a batch."""
     return 2 * (size.schedule_words + 8 * batch_size)
 
@@ -264,7 +224,7 @@ def place(
         narrow_ranges=min(size.narrow_ranges, room.numel() // narrow),
         wide_ranges=min(size.wide_ranges, room.numel() // wide),
     )
-    needed = words(size, batch_size)
+    needed = words_of(size, batch_size)
     if int_workspace.nbytes < 4 * needed:
         raise ValueError(f"int_workspace_buffer: {4 * needed} bytes are required; got {int_workspace.nbytes}")
     schedule = int_workspace.view(torch.int32)[:needed].view(2, needed // 2)

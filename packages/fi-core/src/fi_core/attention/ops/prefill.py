@@ -1,25 +1,75 @@
 """The ops behind batch prefill: `prefill_plan` writes the list of work tiles, `batch_prefill` computes attention by it.
 
-A caller keeps one schedule, calls `plan` when lengths change, and `batch_prefill` for each layer. Kernels count in the
-schedule, so two callers must not share it. Neither call synchronises, and both may be captured in a CUDA graph.
+A caller keeps one schedule, calls `prefill_plan` when lengths change, and `batch_prefill` for each layer. Kernels count
+in the schedule, so two callers must not share it. Neither call synchronises, and both may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, KV_TYPES, TYPES, element_bytes, with_tables
-from fi_core.attention.ops.tile_shapes import MULTIPLY, TILE, TILE_OF_48, WIDE_TILES
+from fi_core.attention.ops import request
+from fi_core.attention.ops.request import BOTH, FIELDS, KV_TYPES, TYPES, element_bytes, with_tables
+from fi_core.observe.describe import words
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.launch.operator import operator, operators
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
-from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.dtype import DTYPES, E2M1, DType
 from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
 from fi_core.utils import round_up
 
 if TYPE_CHECKING:
     import torch
+
+# The 16-bit operand type of tensor cores that represents q and k exactly. Of a q of 16 bits and keys of the other 16 it
+# is that of the keys, to which q is rounded.
+MULTIPLY = {"f16": "f16", "bf16": "bf16", "e4m3": "f16", "e5m2": "f16"}
+
+
+class TileShape(NamedTuple):
+    """TileShape in mma_tile_loader.cuh: head dims per pass, m16 tiles per warp, warps, keys per stage."""
+
+    dim_qk: int
+    dim_vo: int
+    m_tiles: int
+    warps: int
+    keys: int
+    blocks: int  # a multiprocessor
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.m_tiles * self.warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def shared_bytes(self, kv: DType) -> int:
+        """sizeof(MmaTileLoader::Shared), and the 128 bytes to which its start is aligned."""
+        keys, rows = self.keys * (self.dim_qk + self.dim_vo), self.rows
+        raw = keys // 2 if kv is E2M1 else keys if kv.bytes == 1 else 2 * 8 * kv.bytes
+        angles = 4 * self.dim_qk if self.dim_qk > 128 else 2048
+        more = 16 * self.m_tiles * self.threads + 32 * self.keys + 24 * rows + angles + 68
+        scales = keys // 16 + 32 * self.keys + 8 if kv is E2M1 else 0  # and their addresses
+        return round_up(round_up(2 * (rows * self.dim_qk + keys) + raw + more, 128) + scales, 128) + 128
+
+    def body(self, kernel: str, q: str, kv: str) -> str:
+        operand = kv if DTYPES[kv].bytes == 2 else MULTIPLY[q]
+        names = (DTYPES[operand].device, DTYPES[q].device, DTYPES[kv].device)
+        shape = f"fi::TileShape<{self.dim_qk}, {self.dim_vo}, {self.m_tiles}, {self.warps}, {self.keys}>"
+        return f"{kernel}<{', '.join(names)}, {shape}, {self.shared_bytes(DTYPES[kv])}>"
+
+
+# Any head dim, in passes of 128. H200, bf16, one ragged sequence of 16k, an early version of the kernel: 64 keys per
+# stage 7492 us, 32 keys 9437; warps of 16 rows 10258, 8 warps 8156. With 8-bit keys, and in the kernel of single
+# requests, 64 keys would spill a few registers.
+TILE, TILE_OF_48 = TileShape(128, 128, 2, 4, 64, 2), TileShape(128, 128, 2, 4, 48, 2)
+# Head dims above 128 in one pass, 16-bit keys; upper bounds of (head_dim_qk, head_dim_vo). H200, bf16, causal: 4 ragged
+# requests of 4k, 128 heads of 192/128: 8258 us, in passes of 128 13648 (48 keys 8850); one request of 8k, 16/8 heads of
+# 256: 1854 us, in passes 3004 (48 keys 2024, 8 warps 1906, output columns in two halves 2159).
+WIDE_TILES = {192: TileShape(192, 128, 2, 4, 64, 2), 256: TileShape(256, 256, 1, 4, 64, 2)}
+
 
 Q_TILE = 128  # packed query rows of the default work tile
 _LARGE_SHARED = (90, 100, 103)  # capabilities with 227 KB of shared memory
@@ -27,18 +77,25 @@ _HEADER, _COUNTERS = 8, 256 * 12  # schedule_words; PrefillSchedule::kHeader, kC
 _WORK = 56  # bytes; sizeof(WorkTile)
 
 
-def _plan_unit(axes: Values) -> Unit:
-    entry = Entry("prefill_plan", "prefill_plan", 1024, ctas_per_sm=1)
-    return Unit("fi/attention/prefill/prefill_plan.cuh", "PrefillPlanParams", (entry,))
-
-
+# All tensors are contiguous. schedule: int32, `schedule_words(...)` or longer, aligned to 16 bytes; needs no initial
+# values. qo_indptr: int32 `[batch_size + 1]`, offsets of query tokens; without it qo_len each. kv_indptr: int32
+# `[batch_size + 1]`; page ids of request b are `page_indices[kv_indptr[b] : kv_indptr[b + 1]]`, or without it
+# `page_indices[b * pages_per_request :][:pages_per_request]`, a flat block table. Ragged keys have page_size 1 and
+# kv_indptr in tokens. last_page_len: int32 `[batch_size]`; lengths are `(pages - 1) * page_size + last_page_len`, else
+# of full pages. kv_len: int32 or uint32 `[batch_size]`; lengths, which take precedence, up to the tokens of the
+# pages. tile_tokens: `tile_tokens(...)` with the `q_tile_rows(...)` of the choice. causal, window_left: the expected
+# mask, by which tiles are sorted; `batch_prefill` may be given another. Each tile is computed for every kv head.
+# short_tile_tokens: `short_tile_tokens(...)`: tiles may have this height (results have the same bits). max_partials:
+# `max_partials(...)` of the partials that `batch_prefill` is given: the keys of the last tiles, or of all tiles of a
+# small batch, may then be split over CTAs, by the number of SMs and the rest of the batch; an implementation without
+# split-KV computes each tile whole. num_ctas: CTAs of the persistent kernel; 0: one per SM.
 PREFILL_PLAN = Op(
     name="prefill_plan",
     family="attention",
     arguments="Tensor(a!) schedule, Tensor? qo_indptr, Tensor? kv_indptr, Tensor? last_page_len, Tensor? kv_len, "
     "int batch_size, int tile_tokens, int page_size=1, int qo_len=0, int pages_per_request=0, bool causal=False, "
     "int window_left=-1, int num_kv_heads=1, int short_tile_tokens=0, int max_partials=0, int num_ctas=0",
-    implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _plan_unit)),
+    implementations=request.plan_implementations("prefill"),
 )
 prefill_plan = operator(PREFILL_PLAN)
 
@@ -104,9 +161,7 @@ def _wgmma_unit(axes: Values) -> Unit:
         return _mixed_unit(axes)
     qk, vo, keys, groups = (VARIANT_TILES if axes.get("variant") else _WGMMA_TILES)[head_dim]
     if axes["soft_cap"]:
-        keys = min(
-            keys, 64 if vo > 128 else 96 if vo > 64 else 128
-        )  # the soft cap needs the registers of the other keys
+        keys = min(keys, 64 if vo > 128 else 96 if vo > 64 else 128)  # the cap needs the registers of the others
     size, capped = _wgmma_shared_bytes(qk, vo, keys, groups), "true" if axes["soft_cap"] else "false"
     config = PrefillConfig(PrefillKind.WGMMA, 64 * groups, keys, vo, 1, splits_kv=1)
 
@@ -185,22 +240,18 @@ WGMMA = (
     Constraint("pos_encoding", "==", "NONE"),
     Constraint("mask", "==", "plain"),
     Rule(
-        ("kv", "scaled"),
-        "no scales by head or on the device, or fp8 keys",
-        lambda kv, scaled: _fp8(kv) or not scaled,
+        ("kv", "scaled"), "no scales by head or on the device, or fp8 keys", lambda kv, scaled: _fp8(kv) or not scaled
     ),
-    ALIGNED,
+    request.ALIGNED,
 )
 
 
+def _types(values: Values) -> Values:
+    return {name: values[name] for name in ("q", "kv", "split_tables")}
+
+
 def _compiled(values: Values) -> Values:
-    return {
-        "q": values["q"],
-        "kv": values["kv"],
-        "head_dim": values["head_dim_qk"],
-        "soft_cap": values["soft_cap"],
-        "split_tables": values["split_tables"],
-    }
+    return {**_types(values), "head_dim": values["head_dim_qk"], "soft_cap": values["soft_cap"]}
 
 
 def _general(values: Values) -> Values:
@@ -208,13 +259,7 @@ def _general(values: Values) -> Values:
     qk, vo, head_dim = values["head_dim_qk"], values["head_dim_vo"], 0
     if max(qk, vo) > 128 and values["capability"] in _LARGE_SHARED and element_bytes(values["kv"]) == 2:
         head_dim = next((key for key, t in WIDE_TILES.items() if qk <= t.dim_qk and vo <= t.dim_vo), 0)
-    return {
-        "q": values["q"],
-        "kv": values["kv"],
-        "head_dim": head_dim,
-        "soft_cap": False,
-        "split_tables": values["split_tables"],
-    }
+    return {**_types(values), "head_dim": head_dim, "soft_cap": False}
 
 
 # out: `[qo_tokens, num_qo_heads, head_dim_vo]`, fp16, bf16, fp32, e4m3 or e5m2. lse: fp32 `[qo_tokens, num_qo_heads]`
@@ -222,13 +267,10 @@ def _general(values: Values) -> Values:
 # `[num_pages, page_size, num_kv_heads, dim]` (kv_layout 0, NHD) or `[num_pages, num_kv_heads, page_size, dim]` (1,
 # HND); without: `[kv_tokens, num_kv_heads, dim]` or `[num_kv_heads, kv_tokens, dim]`; of q's dtype, or with a 16-bit q
 # of the other one, of e4m3 or e5m2, or uint8: NVFP4, as for batch_decode. Any strides with a contiguous last dimension;
-# head dims are multiples of 8 up to 512. schedule, batch_size, tile_tokens: those of the last `plan`.
+# head dims are multiples of 8 up to 512. schedule, batch_size, tile_tokens: of the last plan.
 # zero_padded_rows: rows of out that belong to no request become zero; without it they are not written.
 #
-# pos_encoding: value of `PosEncodingMode`. sm_scale, bmm1_scale (fp32, one element on the device), scale_q (fp32
-# `[num_qo_heads]`) and scale_k (fp32 `[num_kv_heads]`) multiply the scores; out_scale, bmm2_scale and scale_v
-# (`[num_kv_heads]`) multiply the output but not lse. sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to row_sum,
-# so lse includes it. A row without keys has out = 0 and lse = sinks[h] * log2(e), or -inf without sinks.
+# pos_encoding, the scales of scores and output, and sinks: as for batch_decode, also for a row without keys.
 #
 # Row i of a request is at position p = kv_len - qo_len + i. causal: it attends to keys j <= p. mask replaces
 # causal: it attends to the keys whose bit is set; uint8, the `[qo_len, kv_len]` masks of the requests flattened,
@@ -254,37 +296,13 @@ BATCH_PREFILL = Op(
     "int pos_encoding=0, int window_left=-1, float soft_cap=0.0, float rope_scale=1.0, float rope_theta=10000.0, "
     "Tensor? mask=None, Tensor? mask_indptr=None, Tensor? prefix_len=None, Tensor? items=None, int kv_tokens=0, "
     'int num_ctas=0, int num_qo_heads=0, int v_table_offset=0, str backend="auto"',
-    planned=(
-        "schedule",
-        "kv_layout",
-        "batch_size",
-        "tile_tokens",
-        "page_indices",
-        "partials",
-        "causal",
-        "pos_encoding",
-        "window_left",
-        "soft_cap",
-        "rope_scale",
-        "rope_theta",
-        "mask",
-        "mask_indptr",
-        "prefix_len",
-        "items",
-        "kv_tokens",
-        "num_ctas",
-        "num_qo_heads",
-        "v_table_offset",
+    planned=words(
+        "schedule kv_layout batch_size tile_tokens page_indices partials causal pos_encoding window_left soft_cap",
+        "rope_scale rope_theta mask mask_indptr prefix_len items kv_tokens num_ctas num_qo_heads v_table_offset",
         "backend",
     ),
     fields=FIELDS,
-    axes={
-        "q": TYPES,
-        "kv": KV_TYPES,
-        "head_dim": (*_WGMMA_TILES, 0),
-        "soft_cap": (False, True),
-        "split_tables": (False, True),
-    },
+    axes={"q": TYPES, "kv": KV_TYPES, "head_dim": (*_WGMMA_TILES, 0), "soft_cap": BOTH, "split_tables": BOTH},
     config=PrefillConfig,
     takes_variant=True,
     beside=("batch_decode", "decode_plan"),
@@ -294,7 +312,7 @@ BATCH_PREFILL = Op(
         Implementation(
             "mma_sm80", (*at_least(80), Constraint("q", "in", tuple(MULTIPLY))), _mma_unit, _general, ("fa2",)
         ),
-        Implementation("cudnn", CUDNN, axes=_general, backends=("cudnn",), by_name=True),
+        Implementation("cudnn", request.CUDNN, axes=_general, backends=("cudnn",), by_name=True),
     ),
     prebuilt=(
         *(
@@ -364,48 +382,3 @@ def requests(schedule: torch.Tensor, batch_size: int) -> torch.Tensor:
 def schedule_words(batch_size: int, qo_tokens: int, tile_tokens: int) -> int:
     """Length of the schedule of a batch of this many query tokens, in work tiles of `tile_tokens`."""
     return _HEADER + _COUNTERS + 4 * batch_size + 2 * (qo_tokens // tile_tokens + batch_size)
-
-
-def plan(
-    schedule: torch.Tensor,
-    batch_size: int,
-    tile_tokens: int,
-    qo_indptr: torch.Tensor | None,
-    kv_indptr: torch.Tensor | None,
-    last_page_len: torch.Tensor | None = None,
-    kv_len: torch.Tensor | None = None,
-    **options: Any,
-) -> None:
-    """Writes the work tiles of a batch into the schedule on the device, by one kernel of one CTA. It does not
-    synchronise.
-
-    All tensors are contiguous and on the device of the schedule.
-
-    Args:
-        schedule: int32, `schedule_words(...)` or longer, aligned to 16 bytes; needs no initial values.
-        batch_size: number of requests.
-        tile_tokens: `tile_tokens(...)` with the `q_tile_rows(...)` of the choice.
-        qo_indptr: int32 `[batch_size + 1]`, offsets of query tokens. None: qo_len each.
-        kv_indptr: int32 `[batch_size + 1]`; page ids of request b are `page_indices[kv_indptr[b] : kv_indptr[b + 1]]`.
-            None: `page_indices[b * pages_per_request :][:pages_per_request]`, a flat block table. Ragged keys have
-            page_size 1 and kv_indptr in tokens.
-        last_page_len: int32 `[batch_size]`; lengths are `(pages - 1) * page_size + last_page_len`. None: full pages.
-        kv_len: int32 or uint32 `[batch_size]`; lengths, which take precedence over last_page_len. They are limited to
-            the tokens of the pages.
-        options: `page_size`, tokens of a page (1).
-            `qo_len`, query tokens of each request, without qo_indptr.
-            `pages_per_request`, width of the block table, without kv_indptr.
-            `causal`, `window_left`, the expected mask, by which tiles are sorted; `batch_prefill` may be given another.
-            `num_kv_heads`: each tile is computed for every kv head (1).
-            `short_tile_tokens`: `short_tile_tokens(...)`; `plan` may choose tiles of this height (results have the same
-            bits). 0: it does not.
-            `max_partials`: `max_partials(...)` of the partials that `batch_prefill` is given. The keys of the last
-            tiles, or of all tiles of a small batch, may then be split over CTAs, by the number of SMs and the rest of
-            the batch. An implementation that cannot merge partials computes each tile whole. 0: no split-KV.
-            `num_ctas`: CTAs of the persistent kernel; 0: one per SM.
-
-    Raises:
-        ValueError: shape, size or device.
-        TypeError: dtype.
-    """
-    prefill_plan(schedule, qo_indptr, kv_indptr, last_page_len, kv_len, batch_size, tile_tokens, **options)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fi_core.runtime.spec.constraint import Constraint, Rule
+from fi_core.attention.contract import kv_type, row_elements
+from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least
 from fi_core.runtime.spec.dtype import DTYPES
-from fi_core.runtime.spec.op import Field, Op, Unit, Values
+from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 from fi_core.utils import PosEncodingMode
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 TYPES = ("f16", "bf16", "f32", "e4m3", "e5m2")
 KV_TYPES = (*TYPES, "e2m1")  # e2m1: NVFP4, two elements in a byte and a scale for 16
+BOTH = (False, True)
 ENCODINGS = tuple(PosEncodingMode.__members__)
 LOAD_BYTES = 16  # of one load or bulk copy: tensor-core kernels need rows at multiples of it
 
@@ -31,9 +33,9 @@ FIELDS = {
     "page_size": Field(None, 16),
     "pos_encoding": Field(ENCODINGS, "NONE", PosEncodingMode),
     "mask": Field(("plain", "custom", "items"), "plain"),
-    "soft_cap": Field((False, True), False),
-    "scaled": Field((False, True), False),
-    "split_tables": Field((False, True), False),
+    "soft_cap": Field(BOTH, False),
+    "scaled": Field(BOTH, False),
+    "split_tables": Field(BOTH, False),
     "alignment": Field((1, 2, 4, 8, 16), LOAD_BYTES),
 }
 
@@ -54,6 +56,21 @@ class Facts(NamedTuple):
     scaled: bool = False
     split_tables: bool = False
     alignment: int = LOAD_BYTES
+
+
+def facts_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, kv_heads: int, page_size: int, **more: Any
+) -> Facts:
+    """The facts of a call with these tensors. out: dtype of the output; page_size: 0 for ragged keys; more: others."""
+    dims, group_size = (q.shape[-1], row_elements(v)), q.shape[-2] // kv_heads
+    return Facts(q.dtype, kv_type(k.dtype), out, *dims, group_size, page_size, **more)
+
+
+def plan_implementations(kind: str) -> tuple[Implementation, Implementation]:
+    """The implementations of the op that plans: on CUDA one kernel of one CTA. kind: "decode", "prefill" or "mla"."""
+    entry, header = Entry(f"{kind}_plan", f"{kind}_plan", 1024, ctas_per_sm=1), f"fi/attention/{kind}/{kind}_plan.cuh"
+    unit = Unit(header, f"{kind.title()}PlanParams", (entry,))
+    return Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), lambda axes: unit)
 
 
 def by_variant(function: Callable[..., Any], op: Op, plan: Any, variant: Any) -> Callable[..., Any]:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code
 from fi_core.attention.ops.decode import TENSOR_CORES
-from fi_core.attention.ops.prefill import WGMMA
-from fi_core.attention.ops.request import FIELDS, TYPES, Facts, alignment, element_bytes
-from fi_core.attention.ops.tile_shapes import MULTIPLY, TILE_OF_48
+from fi_core.attention.ops.prefill import MULTIPLY, TILE_OF_48, WGMMA
+from fi_core.attention.ops.request import FIELDS, TYPES, alignment, element_bytes, facts_of
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.resolve.ahead import planned
@@ -44,17 +43,10 @@ def _cuda_core_unit(axes: Values) -> Unit:
     """CUDA cores. The keys of few rows are split into chunks, whose partials are then combined."""
     q, kv = DTYPES[axes["q"]], DTYPES[axes["kv"]]
     rows = f"single_attention_cuda_core<{q.device}, {kv.device}"
-    entries = [
-        Entry(
-            "single_attention_cuda_core", f"{rows}, 1, {_ROWS}>", 128, SingleConfig(AttentionStep.CUDA_CORE, 256, _ROWS)
-        )
-    ]
+    narrow, wide = SingleConfig(AttentionStep.CUDA_CORE, 256, _ROWS), SingleConfig(AttentionStep.CUDA_CORE, 512, 1)
+    entries = [Entry("single_attention_cuda_core", f"{rows}, 1, {_ROWS}>", 128, narrow)]
     if q.short not in MULTIPLY:
-        entries.append(
-            Entry(
-                "single_attention_cuda_core_wide", f"{rows}, 2, 1>", 128, SingleConfig(AttentionStep.CUDA_CORE, 512, 1)
-            )
-        )
+        entries.append(Entry("single_attention_cuda_core_wide", f"{rows}, 2, 1>", 128, wide))
     entries.append(Entry("combine_chunks", "combine_chunks", 128, SingleConfig(AttentionStep.COMBINE, 512, 1)))
     return Unit("fi/attention/single/single_attention.cuh", "SingleAttentionParams", tuple(entries))
 
@@ -100,6 +92,16 @@ _MUCH = Rule(
     f"{_LEAST_PREFILL_ROWS} packed query rows or more",
     lambda qo_len, group: qo_len * group >= _LEAST_PREFILL_ROWS,
 )
+_FOR_DECODE: tuple[Constraint | Rule, ...] = (
+    *at_least(80),
+    Constraint("decode", "==", True),
+    *TENSOR_CORES,
+    _SAME_TYPES,
+)
+_FOR_PREFILL: tuple[Constraint | Rule, ...] = (*exactly(90), Constraint("decode", "==", False), *WGMMA)
+_MUCH_UNSCALED = (_MUCH, Constraint("scaled", "==", False))
+_FOR_CORES: tuple[Constraint | Rule, ...] = (*at_least(80), _NARROW)
+_FOR_MMA = (*at_least(80), Constraint("q", "in", tuple(MULTIPLY)))
 
 
 def _axes(few: bool) -> Callable[[Values], Values]:
@@ -125,28 +127,10 @@ SINGLE_ATTENTION = Op(
     takes_variant=True,
     implementations=(
         Implementation("cpu", ON_CPU, axes=_axes(True), backends=("cpu", _OWN, "fa2")),
-        Implementation(
-            "batch_decode",
-            (*at_least(80), Constraint("decode", "==", True), *TENSOR_CORES, _SAME_TYPES),
-            axes=_axes(True),
-        ),
-        Implementation(
-            "batch_prefill",
-            (*exactly(90), Constraint("decode", "==", False), *WGMMA),
-            axes=_axes(False),
-            backends=("fa3",),
-            preferred=(_MUCH, Constraint("scaled", "==", False)),
-        ),
-        Implementation(
-            "cuda_core", (*at_least(80), _NARROW), _cuda_core_unit, _axes(True), ("fa2", _OWN), preferred=(_FEW_ROWS,)
-        ),
-        Implementation(
-            "mma_sm80",
-            (*at_least(80), Constraint("q", "in", tuple(MULTIPLY))),
-            _mma_unit,
-            _axes(False),
-            ("fa2", _OWN),
-        ),
+        Implementation("batch_decode", _FOR_DECODE, axes=_axes(True)),
+        Implementation("batch_prefill", _FOR_PREFILL, axes=_axes(False), backends=("fa3",), preferred=_MUCH_UNSCALED),
+        Implementation("cuda_core", _FOR_CORES, _cuda_core_unit, _axes(True), ("fa2", _OWN), preferred=(_FEW_ROWS,)),
+        Implementation("mma_sm80", _FOR_MMA, _mma_unit, _axes(False), ("fa2", _OWN)),
     ),
     prebuilt=tuple(
         {"q": q, "kv": kv, "out": q, "qo_len": qo_len}
@@ -210,23 +194,11 @@ def attend(
         if chunks > 1:
             workspace = q.new_empty((chunks, qo_len * heads, dim_vo + 2), dtype=torch.float32)
     scale: float = (dim**-0.5 if dim else 1.0) if sm_scale is None else sm_scale
-    single_attention(
-        out,
-        lse,
-        workspace,
-        q,
-        k,
-        v,
-        layout,
-        encoding,
-        window_left=window_left,
-        soft_cap=logits_soft_cap or 0.0,
-        sm_scale=scale if qk_factor is None else scale * qk_factor,
-        out_scale=1.0 if v_scale is None else v_scale,
-        rope_scale=1.0 if rope_scale is None else rope_scale,
-        rope_theta=1e4 if rope_theta is None else rope_theta,
-        **options,
-    )
+    options |= {"rope_scale": 1.0 if rope_scale is None else rope_scale}
+    options |= {"rope_theta": 1e4 if rope_theta is None else rope_theta}
+    options |= {"sm_scale": scale if qk_factor is None else scale * qk_factor, "soft_cap": logits_soft_cap or 0.0}
+    options |= {"out_scale": 1.0 if v_scale is None else v_scale, "window_left": window_left}
+    single_attention(out, lse, workspace, q, k, v, layout, encoding, **options)
     return out if lse is None else (out, lse)
 
 
@@ -240,35 +212,13 @@ def single_choice(
     backend: str,
     *,
     decode: bool,
-    mask: str = "plain",
-    soft_cap: bool = False,
-    scaled: bool = False,
+    **facts: Any,
 ) -> Choice:
     """The choice for a call, among the kernels of this op and those of batches; for q, k and v of regular shapes.
 
-    Raises UnsupportedError with reasons if the named backend, or none, supports it.
+    facts: mask, soft_cap and scaled. Raises UnsupportedError with reasons if the named backend, or none, supports it.
     """
-    heads, kv_heads = q.shape[-2], k.shape[1 - layout]
+    facts |= {"pos_encoding": pos_encoding_mode, "alignment": alignment(q, k, v)}
+    made = facts_of(q, k, v, out_dtype, k.shape[1 - layout], 0, **facts)
     qo_len = min(q.shape[0], _LEAST_PREFILL_ROWS) if q.ndim == 3 else 1
-    return planned(
-        SINGLE_ATTENTION,
-        q.device,
-        backend,
-        *Facts(
-            q.dtype,
-            k.dtype,
-            out_dtype,
-            q.shape[-1],
-            v.shape[-1],
-            heads // kv_heads,
-            0,
-            pos_encoding_mode,
-            mask,
-            soft_cap,
-            scaled,
-            alignment=alignment(q, k, v),
-        ),
-        qo_len,
-        decode,
-        ahead=False,
-    )
+    return planned(SINGLE_ATTENTION, q.device, backend, *made, qo_len, decode, ahead=False)

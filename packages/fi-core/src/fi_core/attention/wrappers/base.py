@@ -1,22 +1,30 @@
-"""The common part of the batch wrappers: the state around a plan, copies of host tables, and older names."""
+"""The common part of the wrappers: whether there is a plan, how it is kept, what constructors and runs share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import check_workspace, computed, encoding, per_head, scale_product
+from fi_core.attention import contract
+from fi_core.attention.contract import computed, per_head, scale_product
+from fi_core.attention.cudnn import planned as cudnn
+from fi_core.attention.ops.request import Facts
 from fi_core.attention.wrappers import planners
-from fi_core.attention.wrappers.plan_state import PlannedWrapper, of_plan
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import blame
 from fi_core.runtime.machine import rehearsal
 from fi_core.utils import PosEncodingMode, check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
     import torch
 
+    from fi_core.attention.custom import CustomAttention
     from fi_core.runtime.dispatch import Choice
 
+_INT_WORKSPACE = (
+    8 << 20
+)  # bytes: a million tiles of prefill; with decode's partials of 396 ranges, head_dim 128, 6.3 MiB
 _MOST_KEPT = 64  # shapes of a wrapper, and sizes of a shape; an engine may plan batches of many
 
 
@@ -32,6 +40,30 @@ def check_results(
         check_shape_dtype_device(out, shape, dtype, q.device, "out")
     if lse is not None:
         check_shape_dtype_device(lse, shape[:2], torch.float32, q.device, "lse")
+
+
+def check_types(plan: Any, q: Any, k: Any, v: Any, scales: Any, name: str) -> None:
+    """Raises the ValueError that names a tensor of another dtype than that of the plan. name: of k and v."""
+    if q.dtype is not plan.q_dtype:
+        raise ValueError(f"q: q_data_type {plan.q_dtype} was planned; got {q.dtype}")
+    if k.dtype is not plan.kv_dtype or v.dtype is not k.dtype:
+        raise ValueError(f"{name}: kv_data_type {plan.kv_dtype} was planned; got {k.dtype} and {v.dtype}")
+    contract.check_nvfp4(scales, k, name)
+
+
+_OF_TORCH = (AttributeError, IndexError, RuntimeError)  # errors that name no argument
+
+
+def explain(error: Exception, check: Callable[[], None], **given: Any) -> None:
+    """Raises the error that names the argument of a refused run that differs from its plan, which `check` looks for.
+
+    given: the arguments that must be tensors.
+    """
+    try:
+        check()
+    except _OF_TORCH as found:
+        if isinstance(error, _OF_TORCH):
+            blame(found, **given)
 
 
 def float32() -> torch.dtype:
@@ -90,11 +122,120 @@ class Shapes:
         return found
 
 
-class PinnedMirror:
-    """The part of a wrapper that gives engines a pinned mirror of its int workspace."""
+class ReturnsLse:
+    """The part of a wrapper that names its `run` with return_lse: `run_return_lse`."""
 
+    _with_lse: tuple[str, ...] = ("run",)  # the methods that have such a form
+    run_return_lse: Callable[..., Any]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in cls._with_lse:
+            if name in vars(cls):
+                setattr(cls, f"{name}_return_lse", _returning_lse(vars(cls)[name], name))
+
+
+def _returning_lse(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        return getattr(self, name)(*args, return_lse=True, **options)
+
+    signature: Any = inspect.signature(method)
+    taken = list(signature.parameters.values())
+    at = next((i for i, p in enumerate(taken) if p.name == "return_lse"), len(taken))
+    behind = (p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in taken[at + 1 :])
+    parameters = [*taken[:at], *behind]
+    form: Any = call
+    form.__name__, form.__doc__ = f"{name}_return_lse", f"`{name}` with return_lse: (out, lse)."
+    form.__qualname__, form.__module__ = f"{method.__qualname__}_return_lse", method.__module__
+    form.__signature__ = signature.replace(parameters=parameters)
+    return call
+
+
+class PlanState:
+    """The part of a planned wrapper that tells whether `run` may be called."""
+
+    _plan_info: list[int] | None = None  # None: no plan, or the last one failed
+    _plan_began = False  # since the workspaces were set
+    _was_planned = False  # a plan has succeeded since then, so a CUDA graph may have been captured
+
+    def _reset_plan(self) -> None:
+        """For new workspaces, which hold no schedule."""
+        self._plan_info, self._plan_began, self._was_planned = None, False, False
+
+    def _forget_plan(self) -> None:
+        """Every plan begins with it, so that one that fails leaves nothing to run."""
+        self._plan_info, self._plan_began = None, True
+
+    def _begin_plan(self, num_qo_heads: int, num_kv_heads: int, page_size: int, **head_dims: int) -> None:
+        """Forgets the last plan, then checks the shape of the new one."""
+        self._forget_plan()
+        contract.check_shape(num_qo_heads, num_kv_heads, page_size, **head_dims)
+
+    def _end_plan(self, info: list[int]) -> list[int]:
+        """Declares the plan complete."""
+        self._plan_info, self._was_planned = info, True
+        return info
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Checks its argument only: one kernel accepts K and V of different strides.
+
+        Raises:
+            ValueError: variant.
+            RuntimeError: no plan.
+        """
+        if variant != "independent":
+            raise ValueError(f'variant: "independent" is required; got {variant!r}')
+        if self._plan_info is None:
+            raise self._no_plan("prewarm_paged_kv_stride_variant")
+
+    def _no_plan(self, function: str = "run") -> RuntimeError:
+        return RuntimeError(
+            f"{function}: " + ("the last plan failed: call plan again" if self._plan_began else "call plan first")
+        )
+
+
+class of_plan:
+    """A field of a wrapper's plan as an attribute, which engines read and assign. Assigning makes another plan."""
+
+    def __init__(self, field: str, read: Callable[[Any], Any] | None = None, write: Any = None) -> None:
+        self.field, self.read, self.write = field, read, write
+
+    def __get__(self, wrapper: Any, owner: type) -> Any:
+        if wrapper is None:
+            return self
+        value = getattr(wrapper._plan, self.field)
+        return self.read(value) if self.read else value
+
+    def __set__(self, wrapper: Any, value: Any) -> None:
+        wrapper._change(**{self.field: self.write(value) if self.write else value})
+
+
+class PlannedWrapper(ReturnsLse, PlanState):
+    """A wrapper whose `plan` makes a `schedule.Plan`.
+
+    All that a run needs of `plan` is in `_plan`, which no code changes: `_change` puts another one in its place.
+    """
+
+    _plan: Any
+    _call: Any = None  # the planned call of the kernel; None: no plan, or the plan has changed since it was made
+    device: torch.device
+    last_choice: Choice | None
+    _backend: str
+    _use_cuda_graph: bool
     _int_workspace_buffer: torch.Tensor
     _pinned: torch.Tensor | None  # None: not read yet, or of another workspace
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._use_cuda_graph
+
+    @property
+    def resolved_backend(self) -> str:
+        """The backend of the last run: "fa2", "fa2_tc" (decode), "fa3", "cudnn" or "cpu".
+
+        Before the first run of a plan the backend that the plan of decode or prefill chose, else the argument.
+        """
+        return self.last_choice.backend if self.last_choice else self._backend
 
     @computed
     def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
@@ -106,11 +247,28 @@ class PinnedMirror:
             self._pinned = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
         return self._pinned
 
+    def _change(self, **fields: Any) -> Any:
+        """Replaces the plan by one with these fields, whose call the next run makes, unless they are those it has."""
+        plan = self._plan
+        for name, value in fields.items():
+            had = getattr(plan, name)
+            if had is not value and not ({type(had), type(value)} <= {int, float} and had == value):
+                self._plan, self._call = plan.replace(**fields), None
+                break
+        return self._plan
 
-class BatchWrapper(PinnedMirror, PlannedWrapper):
+    def _forget_plan(self) -> None:
+        super()._forget_plan()
+        self._call = None
+
+
+class BatchWrapper(PlannedWrapper):
     """A wrapper that plans a batch and runs it; the subclasses document `plan` and `run`."""
 
-    _pos_encoding_mode = of_plan("pos_encoding", lambda value: PosEncodingMode(value).name, encoding)
+    _kind: str  # "decode" or "prefill", of a user's variant
+    _backends: Mapping[str, str]  # names of `backend`, with the dispatcher's
+    _foreign: Collection[str]  # names of other libraries' kernels
+    _pos_encoding_mode = of_plan("pos_encoding", lambda value: PosEncodingMode(value).name, contract.encoding)
     _window_left, _sm_scale = of_plan("window_left"), of_plan("sm_scale")
     _logits_soft_cap = of_plan("soft_cap", write=lambda value: value or 0.0)
     _rope_scale = of_plan("rope_scale", write=lambda value: value or 1.0)
@@ -121,26 +279,66 @@ class BatchWrapper(PinnedMirror, PlannedWrapper):
     _cached_o_data_type = of_plan("o_dtype")
     _paged_kv_indptr_buf, _paged_kv_indices_buf = of_plan("indptr"), of_plan("page_indices")
     _paged_kv_last_page_len_buf, _block_tables = of_plan("last_page_len"), of_plan("block_tables")
-    device: torch.device
-    last_choice: Choice | None
     _with_lse = ("run", "forward")
     forward_return_lse: Callable[..., Any]
     _is_dense: bool  # whether the float workspace must be contiguous
-    _backend: str
-    _use_cuda_graph: bool
     _copies: dict[str, torch.Tensor]  # device copies of host tables, reused while shapes repeat
+    _choose: Callable[..., Choice]
 
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        return self._use_cuda_graph
+    def _set_up(
+        self,
+        workspace: torch.Tensor,
+        kv_layout: str,
+        backend: str,
+        use_cuda_graph: bool,
+        jit: tuple[Sequence[Any] | None, Mapping[str, Any] | None],
+    ) -> int:
+        """Checks the arguments of the constructors and keeps them; returns the code of the layout.
 
-    @property
-    def resolved_backend(self) -> str:
-        """The backend of the last run: "fa2", "fa2_tc" (decode), "fa3", "cudnn" or "cpu".
-
-        After a plan and before its first run, the backend that the plan chose; before the first plan, the argument.
+        jit: jit_args and jit_kwargs.
         """
-        return self.last_choice.backend if self.last_choice else self._backend
+        contract.check_workspace(workspace, "float_workspace_buffer", contiguous=self._is_dense)
+        layout = contract.code(contract.LAYOUTS, kv_layout, "kv_layout")
+        contract.check_backend(backend, self._backends, self._foreign)
+        self._kv_layout, self._backend, self._use_cuda_graph = kv_layout, backend, use_cuda_graph
+        self.device, self._copies = workspace.device, {}
+        self._variant: CustomAttention | None = None
+        if jit[0] is not None or jit[1]:
+            from fi_core.attention.custom_modules import customised
+
+            self._variant = customised(self._kind, backend, self.device, *jit)
+        return layout
+
+    def _begin(self, workspace: torch.Tensor) -> None:
+        """The end of the constructors: cuDNN where it is the backend, and the wrapper's own workspace."""
+        import torch
+
+        self._cudnn = cudnn.PlannedBatch(self._use_cuda_graph) if self._backend == "cudnn" else None
+        if self._cudnn is not None:
+            cudnn.require(self.device)
+        self.reset_workspace_buffer(workspace, torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self.device))
+
+    def _facts(self, plan: Any, out: Any, dims: tuple[int, int], page_size: int, mask: str, **more: Any) -> Facts:
+        """The facts of runs of a plan; a user's variant must have been made for them. more: other fields."""
+        if self._variant is not None:
+            self._variant.check(plan.q_dtype, plan.kv_dtype, out, *dims)
+        group_size, encoded = plan.num_qo_heads // plan.num_kv_heads, PosEncodingMode(plan.pos_encoding).name
+        types = plan.q_dtype, contract.kv_type(plan.kv_dtype), out
+        return Facts(*types, *dims, group_size, page_size, encoded, mask, **more)
+
+    def _by_cudnn(
+        self, plan: Any, values: tuple[Any, ...], tensors: tuple[Any, ...], causal: bool, *dim: int
+    ) -> Choice:
+        """Runs cuDNN's kernels. values: out, lse, q, k, v, sm_scale, out_scale, sinks; dim: of `_choose`, if any."""
+        assert self._cudnn is not None
+        out, lse, q, k, v, sm_scale, out_scale, sinks = values
+        *by_head, bmm1, bmm2, _, _ = tensors or (None,) * 7
+        choice = self._choose(plan, *dim, scaled=bmm1 is not None or any(x is not None for x in by_head))
+        workspace, taken = self._float_workspace_buffer, (out, lse, q, k, v, sinks)
+        self._cudnn.attend(taken, plan.kv_layout, workspace, sm_scale, causal, plan.window_left)
+        if out_scale != 1.0 or bmm2 is not None:
+            out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
+        return choice
 
     @fi_api
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
@@ -154,8 +352,8 @@ class BatchWrapper(PinnedMirror, PlannedWrapper):
         Raises:
             ValueError: alignment or strides.
         """
-        check_workspace(float_workspace_buffer, "float_workspace_buffer", contiguous=self._is_dense)
-        check_workspace(int_workspace_buffer, "int_workspace_buffer")
+        contract.check_workspace(float_workspace_buffer, "float_workspace_buffer", contiguous=self._is_dense)
+        contract.check_workspace(int_workspace_buffer, "int_workspace_buffer")
         self._float_workspace_buffer, self._int_workspace_buffer = float_workspace_buffer, int_workspace_buffer
         self._pinned, self._shapes = None, Shapes()
         self._reset_plan()

@@ -6,15 +6,13 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import LAYOUTS, check_shape, code, number, unpack
+from fi_core.attention.contract import LAYOUTS, check_shape, code, number, results, unpack
 from fi_core.attention.wrappers import mixed_trace
-from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
-from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
-from fi_core.attention.wrappers.plan_state import PlanState
-from fi_core.attention.wrappers.side_by_side import divide, operations, side_by_side, workspaces
+from fi_core.attention.wrappers.base import PlanState
+from fi_core.attention.wrappers.side_by_side import divide, halves, operations, side_by_side
 from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
-from fi_core.utils import check_shape_dtype_device, int32_index
+from fi_core.utils import int32_index
 
 if TYPE_CHECKING:
     import torch
@@ -56,11 +54,8 @@ class BatchAttention(PlanState):
             self._kv_layout, self.device = kv_layout, torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"device: a device of torch is required; got {device!r} ({error})") from None
-        of_prefill, of_decode = workspaces(torch.empty(_WORKSPACE, dtype=torch.uint8, device=device))
-        self._prefill = BatchPrefillWithPagedKVCacheWrapper(of_prefill, kv_layout, jit_args=jit_args)
-        self._decode = BatchDecodeWithPagedKVCacheWrapper(
-            of_decode, kv_layout, use_tensor_cores=True, jit_args=jit_args
-        )
+        workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
+        self._prefill, self._decode = halves(workspace, kv_layout, jit_args)
 
     @fi_api
     def plan(
@@ -168,8 +163,6 @@ class BatchAttention(PlanState):
             RuntimeError: no plan.
             ValueError: logits_soft_cap without one in the plan; other errors are those of that function.
         """
-        import torch
-
         if self._plan_info is None:
             raise self._no_plan()
         prefill, decode = self._prefill, self._decode
@@ -177,37 +170,29 @@ class BatchAttention(PlanState):
         if q.ndim != 3 or q.shape[0] != rows:
             raise ValueError(f"q: {rows} rows were planned (qo_indptr[-1]); got shape {tuple(q.shape)}")
         shape = (*q.shape[:2], self._head_dim_vo)
-        if out is None:
-            out = q.new_empty(shape)
-        else:
-            check_shape_dtype_device(out, shape, q.dtype, q.device, "out")
-        if lse is None:
-            lse = q.new_empty(shape[:2], dtype=torch.float32)
-        else:
-            check_shape_dtype_device(lse, shape[:2], torch.float32, q.device, "lse")
+        out, lse = results(q, shape, out, lse, True, q.dtype)
+        assert lse is not None
         written = out, lse
         options: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "kv_cache_sf": kv_cache_sf}
-        halves: list[Any] = [half for half, used in ((prefill, end > begin), (decode, last > first)) if used]
+        spans: dict[Any, tuple[int, int]] = {prefill: (begin, end), decode: (first, last)}
+        used = [half for half, (from_, to) in spans.items() if to > from_] or [prefill]
         if number(logits_soft_cap, "logits_soft_cap") > 0.0 and self._logits_soft_cap <= 0.0:
             raise ValueError(f"logits_soft_cap: the plan had none; got {logits_soft_cap}")
-        for half in halves:
+        for half in used:
             half._change(soft_cap=logits_soft_cap if logits_soft_cap > 0.0 else self._logits_soft_cap)
 
-        def attend(half: Any, from_: int, to: int) -> None:
-            part = {"out": written[0][from_:to], "lse": written[1][from_:to], "return_lse": True}
-            half.run(q[from_:to], kv_cache, *variant_args, **part, **options)
+        def attend(half: Any) -> None:
+            if half in used:
+                rows = slice(*spans[half])
+                part = {"out": written[0][rows], "lse": written[1][rows], "return_lse": True}
+                half.run(q[rows], kv_cache, *variant_args, **part, **options)
 
         ctas = 0
         if last > first:
             _, v = unpack(kv_cache, self._kv_layout)
-            ctas = divide(decode, v, self._operations if len(halves) == 2 else 0.0)
+            ctas = divide(decode, v, self._operations if len(used) == 2 else 0.0)
         prefill._change(num_ctas=ctas)
-        side_by_side(
-            ctas,
-            q.device,
-            lambda: attend(prefill, begin, end) if decode not in halves or prefill in halves else None,
-            lambda: attend(decode, first, last) if decode in halves else None,
-        )
+        side_by_side(ctas, q.device, lambda: attend(prefill), lambda: attend(decode))
         return out, lse
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import check_shape, data_types, dtype_of, encoding
+from fi_core.attention.contract import check_shape, dtype_of, encoding, type_fields
 from fi_core.attention.wrappers import pattern_trace
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.checked import checked
@@ -51,18 +51,13 @@ def variant(types: tuple[torch.dtype, ...], dims: tuple[int, int]) -> tuple[Any,
     import torch
 
     names = [str(x).removeprefix("torch.") for x in (*types, *dims)]
-    return (
-        f"causal_or_in_range_{'_'.join(names)}",
-        *types,
-        torch.int32,
-        *dims,
-        ["ranges", "first_rows"],
-        ["int32_t", "int32_t"],
+    tensors = ["ranges", "first_rows"], ["int32_t", "int32_t"]
+    scalars = (
         ["causal_window", "range_window", "logits_soft_cap", "sm_scale"],
         ["int64_t", "int64_t", "double", "double"],
-        "CausalOrInRange",
-        _VARIANT,
     )
+    uri = f"causal_or_in_range_{'_'.join(names)}"
+    return uri, *types, torch.int32, *dims, *tensors, *scalars, "CausalOrInRange", _VARIANT
 
 
 @fi_api
@@ -101,18 +96,11 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
     ) -> None:
         refuse("rotate queries and keys before", pos_encoding_mode=encoding(pos_encoding_mode))
         check_shape(1, 1, 1, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
-        types = data_types(q_data_type, kv_data_type, o_data_type, None)
+        types = tuple(type_fields(q_data_type, kv_data_type, o_data_type).values())
         self._compiled = dict(zip(_COMPILED, (head_dim_qk, head_dim_vo, *types)))
-        super().__init__(
-            float_workspace_buffer,
-            kv_layout,
-            use_cuda_graph,
-            qo_indptr_buf,
-            paged_kv_indptr_buf,
-            paged_kv_indices_buf,
-            paged_kv_last_page_len_buf,
-            jit_args=variant(types, (head_dim_qk, head_dim_vo)),
-        )
+        buffers = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
+        jit_args = variant(types, (head_dim_qk, head_dim_vo))
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, *buffers, jit_args=jit_args)
         self._variant_owns_mask = True  # on Hopper's kernel too, which the argument of that name excludes
 
     @fi_api
@@ -161,17 +149,14 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             NotImplementedError: another mask or an encoding.
         """
         self._forget_plan()
-        refuse(
-            "the mask is bidirectional_ranges, causal_window_left and range_window_left of run",
-            custom_mask=custom_mask,
-            packed_custom_mask=packed_custom_mask,
-            causal=causal,
-            window_left=window_left + 1,
-            prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr,
-            token_pos_in_items_len=token_pos_in_items_len,
-            max_item_len_ptr=max_item_len_ptr,
-        )
+        masks: dict[str, Any] = {"custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask, "causal": causal}
+        masks |= {
+            "window_left": window_left + 1,
+            "prefix_len_ptr": prefix_len_ptr,
+            "max_item_len_ptr": max_item_len_ptr,
+        }
+        masks |= {"token_pos_in_items_ptr": token_pos_in_items_ptr, "token_pos_in_items_len": token_pos_in_items_len}
+        refuse("the mask is bidirectional_ranges, causal_window_left and range_window_left of run", **masks)
         refuse("rotate queries and keys before", pos_encoding_mode=encoding(pos_encoding_mode))
         given: dict[str, Any] = dict(zip(_COMPILED, (head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type)))
         for name, value in given.items():
@@ -182,10 +167,6 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         options |= {"max_token_per_sequence": max_token_per_sequence, "max_sequence_kv": max_sequence_kv}
         options |= {"fixed_split_size": fixed_split_size, "disable_split_kv": disable_split_kv}
         super().plan(*tables, num_qo_heads, num_kv_heads, page_size=page_size, non_blocking=non_blocking, **options)
-        scale = head_dim_qk**-0.5 if sm_scale is None else sm_scale
-        described = dict(zip(("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len"), tables))
-        options = {"sm_scale": scale, "kv_layout": self._kv_layout, "covered": not logits_soft_cap}
-        self._described = {**described, **options}
 
     begin_forward = plan  # type: ignore[assignment]
 

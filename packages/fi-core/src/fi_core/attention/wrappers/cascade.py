@@ -1,19 +1,26 @@
-"""Cascade attention: one prefill per level of shared keys, merged by their lse."""
+"""Attention of requests that share keys: a prefill of each level of a cascade, or of a prefix, merged by their lse."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import score_options
+from fi_core.attention.contract import Scores, unpack
+from fi_core.attention.forms.single import single_prefill_with_kv_cache_return_lse
 from fi_core.attention.merge import merge_state_in_place
-from fi_core.attention.wrappers import trace
-from fi_core.attention.wrappers.joined_levels import joined
+from fi_core.attention.wrappers import pattern_trace, trace
+from fi_core.attention.wrappers.base import AroundWrapper
+from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
+from fi_core.utils import int32_index
 
 if TYPE_CHECKING:
     import torch
+
+    Tables = Sequence[torch.Tensor]
+    Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 _MOST_LEVELS = 64
 _BUFFERS = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
@@ -71,6 +78,10 @@ class MultiLevelCascadeAttentionWrapper:
     def _planned_levels(self) -> list[BatchPrefillWithPagedKVCacheWrapper]:
         """The wrappers that run."""
         return self._batch_prefill_wrappers[-1:] if self._joined else self._batch_prefill_wrappers
+
+    @property
+    def _last(self) -> BatchPrefillWithPagedKVCacheWrapper:
+        return self._batch_prefill_wrappers[-1]
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -132,15 +143,14 @@ class MultiLevelCascadeAttentionWrapper:
             paged_kv_indices_arr=paged_kv_indices_arr,
             paged_kv_last_page_len=paged_kv_last_page_len,
         )
-        last = self._batch_prefill_wrappers[-1]
         tables = qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len
         self._joined = bool(pos_encoding_mode != "NONE" or window_left >= 0)
-        planned = [joined(*tables, page_size)] if self._joined else list(zip(*tables))
+        planned = [_joined(*tables, page_size)] if self._joined else list(zip(*tables))
         shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        options = score_options(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        options = Scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)._asdict()
         options |= {"window_left": window_left, "q_data_type": q_data_type, "kv_data_type": kv_data_type}
         for wrapper, level in zip(self._planned_levels, planned):
-            wrapper.plan(*level, *shape, causal=causal and wrapper is last, **options)
+            wrapper.plan(*level, *shape, causal=causal and wrapper is self._last, **options)
 
     begin_forward = plan
 
@@ -187,3 +197,190 @@ class MultiLevelCascadeAttentionWrapper:
         for name, given in tables.items():
             if len(given) != levels:
                 raise ValueError(f"{name}: one for each of the {levels} levels is required; got {len(given)}")
+
+
+def _joined(
+    qo_indptrs: Tables, indptrs: Tables, indices: Tables, last_page_lens: Tables, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """qo_indptr, indptr, indices and last_page_len of the requests of the last level, with the pages of all levels.
+
+    It reads the tables on the host, which synchronises.
+
+    Raises:
+        ValueError: a request of the last level that lies in no group of another one, or a shared level whose last page
+            is not full, so that no page table has its keys.
+    """
+    import torch
+
+    offsets, pages, lasts = ([x.cpu().long() for x in tables] for tables in (qo_indptrs, indptrs, last_page_lens))
+    begin, end = offsets[-1][:-1], offsets[-1][1:]
+    first_pages, counts, entries = [], [], 0
+    for level, (rows, own, last, listed) in enumerate(zip(offsets, pages, lasts, indices)):
+        if len(rows) != len(own) or len(last) != len(rows) - 1:
+            raise ValueError(
+                f"paged_kv_indptr_arr[{level}]: length {len(rows)} is required, that of qo_indptr_arr[{level}], and "
+                f"one less of paged_kv_last_page_len; got {len(own)} and {len(last)}"
+            )
+        group = torch.searchsorted(rows, begin, right=True).sub(1).clamp(0, max(len(rows) - 2, 0))
+        if ((rows[group + 1] < end) & (begin < end)).any():
+            raise ValueError(f"qo_indptr_arr[{level}]: groups of whole requests of the last level are required")
+        if level < len(offsets) - 1 and ((last != page_size) & (own.diff() > 0)).any():
+            raise ValueError(
+                f"paged_kv_last_page_len[{level}]: {page_size}, full pages, are required of shared levels with a "
+                "position encoding or a window; got another length"
+            )
+        first_pages.append(own[group] + entries)
+        counts.append(own.diff()[group])
+        entries += listed.numel()
+    lengths = torch.stack(counts, 1).flatten()
+    places = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    order = torch.repeat_interleave(torch.stack(first_pages, 1).flatten() - places[:-1], lengths)
+    order += torch.arange(len(order))
+    listed = torch.cat([x.flatten() for x in indices])
+    # A request without pages of its own ends with a full page.
+    last = lasts[-1].where(counts[-1] > 0, page_size)
+    return qo_indptrs[-1], int32_index(places[:: len(counts)]), listed[order.to(listed.device)], int32_index(last)
+
+
+class _SharedPrefix(AroundWrapper):
+    """The common half: attention over the shared keys, merged into that over the unique ones."""
+
+    def __init__(self, unique: Any) -> None:
+        self._inner, self._kv_layout = unique, unique._kv_layout
+
+    def _forward(
+        self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, cache: Cache, **scores: Any
+    ) -> Any:
+        if self._inner._plan_info is None:
+            raise self._inner._no_plan("forward")
+        pair = unpack(cache, self._kv_layout, "unique_kv_cache")
+        out, lse = self._inner.run(q, pair, return_lse=True)
+        shared = single_prefill_with_kv_cache_return_lse(q, k_shared, v_shared, kv_layout=self._kv_layout, **scores)
+        merge_state_in_place(out, lse, *shared)
+        return out
+
+
+@fi_api
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
+    """Decode of requests that share a prefix. MultiLevelCascadeAttentionWrapper also takes prefixes in pages.
+
+    Args:
+        float_workspace_buffer, kv_layout: as in BatchDecodeWithPagedKVCacheWrapper.
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        super().__init__(BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout))
+
+    @fi_api
+    def begin_forward(
+        self,
+        unique_kv_indptr: torch.Tensor,
+        unique_kv_indices: torch.Tensor,
+        unique_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        data_type: torch.dtype | str = "float16",
+    ) -> None:
+        """Plans the unique keys: `BatchDecodeWithPagedKVCacheWrapper.plan`, with data_type for q, keys and values."""
+        tables, shape = (unique_kv_indptr, unique_kv_indices), (num_qo_heads, num_kv_heads, head_dim, page_size)
+        types = {"q_data_type": data_type, "kv_data_type": data_type}
+        self._inner.plan(*tables, unique_kv_last_page_len, *shape, **types)
+
+    plan = begin_forward
+
+    @fi_api(trace=pattern_trace.decode_prefix, planned=pattern_trace.PLANNED_PREFIX)
+    @checked
+    def run(
+        self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: Cache
+    ) -> torch.Tensor:
+        """Attention of each row of q over the shared keys and its own.
+
+        The errors are those of `BatchDecodeWithPagedKVCacheWrapper.run` and `single_prefill_with_kv_cache`.
+
+        Args:
+            q: `[batch_size, num_qo_heads, head_dim]`.
+            k_shared, v_shared: `[shared tokens, num_kv_heads, head_dim]` ("NHD") or `[num_kv_heads, shared tokens,
+                head_dim]` ("HND").
+            unique_kv_cache: as paged_kv_cache in `BatchDecodeWithPagedKVCacheWrapper.run`.
+
+        Returns:
+            `[batch_size, num_qo_heads, head_dim]` in q's dtype.
+        """
+        return self._forward(q, k_shared, v_shared, unique_kv_cache)  # type: ignore[no-any-return]
+
+    forward = run
+
+
+@fi_api
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
+    """Prefill of requests that share a prefix. MultiLevelCascadeAttentionWrapper also takes prefixes in pages.
+
+    Args:
+        float_workspace_buffer, kv_layout: as in BatchPrefillWithPagedKVCacheWrapper.
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        super().__init__(BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout))
+
+    @fi_api
+    def begin_forward(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        q_data_type: torch.dtype | str = "float16",
+    ) -> None:
+        """Plans the unique keys: `BatchPrefillWithPagedKVCacheWrapper.plan`.
+
+        Args:
+            q_data_type: of q, keys and values (not an argument of FlashInfer).
+            others: as in that function.
+        """
+        tables = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+        self._inner.plan(*tables, num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type=q_data_type)
+
+    plan = begin_forward
+
+    @fi_api(trace=pattern_trace.prefill_prefix, planned=pattern_trace.PLANNED_PREFILL_PREFIX)
+    @checked
+    def run(
+        self,
+        q: torch.Tensor,
+        k_shared: torch.Tensor,
+        v_shared: torch.Tensor,
+        unique_kv_cache: Cache,
+        causal: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor:
+        """Attention of each row of q over all shared keys and the own keys of its request.
+
+        The errors are those of `BatchPrefillWithPagedKVCacheWrapper.run` and `single_prefill_with_kv_cache`.
+
+        Args:
+            q: `[qo_indptr[-1], num_qo_heads, head_dim]`.
+            k_shared, v_shared: `[shared tokens, num_kv_heads, head_dim]` ("NHD") or `[num_kv_heads, shared tokens,
+                head_dim]` ("HND").
+            unique_kv_cache: as paged_kv_cache in `BatchPrefillWithPagedKVCacheWrapper.run`.
+            causal: causal mask of the own keys.
+            use_fp16_qk_reduction, rope_scale, rope_theta: without effect; no positions are encoded.
+            sm_scale: softmax_scale; default `1 / sqrt(head_dim)`.
+
+        Returns:
+            `[qo_indptr[-1], num_qo_heads, head_dim]` in q's dtype.
+        """
+        unique = self._inner
+        if unique._plan_info is not None:
+            unique._change(causal=bool(causal), sm_scale=sm_scale)
+        return self._forward(q, k_shared, v_shared, unique_kv_cache, sm_scale=sm_scale)  # type: ignore[no-any-return]
+
+    forward = run

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import (
-    flag,
-    row_elements,
-    scales_of,
-    scores,
-    unpack,
-)
+from fi_core.attention.contract import Scores, flag, row_elements, scales_of, unpack
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import by_variant
 from fi_core.attention.schedule import DecodePlan
 from fi_core.attention.wrappers import trace
-from fi_core.attention.wrappers.base import float32, run_scales
+from fi_core.attention.wrappers.base import explain, float32, run_scales
 from fi_core.attention.wrappers.decode_plan import BatchDecodePlan, check_call
+from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
-from fi_core.runtime.errors import blame
 from fi_core.runtime.returns import method_with_lse
 
 if TYPE_CHECKING:
     import torch
 
+    Values = tuple[Any, ...]
+
 # Tensors that a variant for prefill and decode may declare, and decode does not have.
 _NO_MASK: dict[str, Any] = dict.fromkeys(
-    (
-        "maybe_custom_mask",
-        "maybe_mask_indptr",
-        "maybe_prefix_len_ptr",
-        "maybe_token_pos_in_items_ptr",
-        "maybe_max_item_len_ptr",
-        "maybe_k_cache_sf",
-        "maybe_v_cache_sf",
+    words(
+        "maybe_custom_mask maybe_mask_indptr maybe_prefix_len_ptr maybe_token_pos_in_items_ptr maybe_max_item_len_ptr",
+        "maybe_k_cache_sf maybe_v_cache_sf",
     )
 )
 
@@ -162,7 +154,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             else:
                 ran = ops.run_planned(call, *values, *tensors)
         except Exception as error:
-            self._explain(error, plan, (out, lse, q, k, v, kv_cache_sf))
+            check = functools.partial(check_call, plan, out, lse, q, k, v, kv_cache_sf)  # a lambda slows the rest down
+            explain(error, check, q=q, paged_kv_cache=k)
             raise
         self.last_choice = ran or self.last_choice
         return (out, lse) if return_lse and lse is not None else out
@@ -185,7 +178,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         return_lse: bool = False,
     ) -> Any:
         """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
-        options = scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        options = Scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta).fields()
         self._change(window_left=window_left, **options)
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
@@ -202,47 +195,22 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         self._set_call(made)
         return made, self._call
 
-    def _explain(self, error: Exception, plan: DecodePlan, values: tuple[Any, ...]) -> None:
-        """Raises the error that names the argument of a refused run that differs from its plan.
-
-        values: out, lse, q, k, v and kv_cache_sf.
-        """
-        try:
-            check_call(plan, *values)
-        except (AttributeError, RuntimeError) as found:
-            if isinstance(error, (AttributeError, RuntimeError)):
-                blame(found, q=values[2], paged_kv_cache=values[3])
-
     def _otherwise(
-        self,
-        plan: DecodePlan,
-        values: tuple[Any, ...],
-        tensors: tuple[Any, ...],
-        args: tuple[Any, ...],
-        scales: tuple[Any, Any, Any],
+        self, plan: DecodePlan, values: Values, tensors: Values, args: Values, scales: Values
     ) -> Choice | None:
         """Runs cuDNN's kernels, or a user's variant, with the arguments of a planned call.
 
         args: the variant's tensors and scalars; scales: q_scale, k_scale and sinks of run, which it must implement.
         """
-        out, lse, q, k, v, sm_scale, out_scale, sinks, _ = values
+        out, lse, q, k, v, *rest, _ = values
         k, v = (k, v) if v is not None else unpack(k, self._kv_layout)
         check_call(plan, out, lse, q, k, v, tensors[-1] if tensors else None)
-        if self._variant is not None:
-            variant = self._variant.launch(plan, q, args, _NO_MASK, *scales)
-            plan = plan.replace(pos_encoding=self._variant.encoding(plan))
-            call = by_variant(ops.batch_decode, ops.BATCH_DECODE, plan, variant)
-            return call(*values, *tensors)  # type: ignore[no-any-return]
-        assert self._cudnn is not None
-        *by_head, bmm1, bmm2, _, _ = tensors or (None,) * 7
-        choice = self._choose(plan, plan.head_dim_vo, bmm1 is not None or any(x is not None for x in by_head))
-        workspace, causal = self._float_workspace_buffer, plan.q_len > 1
-        self._cudnn.attend(
-            out, lse, q, k, v, plan.kv_layout, workspace, sm_scale, causal, window_left=plan.window_left, sinks=sinks
-        )
-        if out_scale != 1.0 or bmm2 is not None:
-            out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
-        return choice
+        if self._variant is None:
+            return self._by_cudnn(plan, (out, lse, q, k, v, *rest), tensors, plan.q_len > 1, plan.head_dim_vo)
+        variant = self._variant.launch(plan, q, args, _NO_MASK, *scales)
+        plan = plan.replace(pos_encoding=self._variant.encoding(plan))
+        call = by_variant(ops.batch_decode, ops.BATCH_DECODE, plan, variant)
+        return call(*values, *tensors)  # type: ignore[no-any-return]
 
     def _check_repeated(self, q_len: Any, window: Any) -> None:
         """Raises unless q_len_per_req and window_left, which `run` accepts too, are those of the plan."""

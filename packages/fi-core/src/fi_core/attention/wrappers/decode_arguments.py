@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fi_core.attention.contract import kv_lens
+from fi_core.observe.describe import words
 from fi_core.utils import int32_index
 
 if TYPE_CHECKING:
@@ -19,27 +21,11 @@ BACKENDS = {name: name for name in ("auto", "fa2", "fa2_tc", "fa3", "cudnn")} | 
 FOREIGN = ("cute-dsl", "cutile", "prims-ts")
 
 # The options of plan after page_size, in their older positional order.
-_POSITIONAL = (
-    "pos_encoding_mode",
-    "window_left",
-    "logits_soft_cap",
-    "q_data_type",
-    "kv_data_type",
-    "o_data_type",
-    "data_type",
-    "sm_scale",
-    "rope_scale",
-    "rope_theta",
-    "non_blocking",
-    "block_tables",
-    "seq_lens",
-    "fixed_split_size",
-    "disable_split_kv",
-    "q_len_per_req",
+_POSITIONAL = words(
+    "pos_encoding_mode window_left logits_soft_cap q_data_type kv_data_type o_data_type data_type sm_scale rope_scale",
+    "rope_theta non_blocking block_tables seq_lens fixed_split_size disable_split_kv q_len_per_req",
 )
 _FIXED = 8  # positional parameters of plan, self included
-
-
 SIZE_OPTIONS = tuple(name for name in _POSITIONAL if name != "non_blocking")  # of workspace_size
 
 
@@ -85,8 +71,7 @@ def lengths(
     if seq_lens is not None:
         return [int(n) for n in seq_lens.flatten().tolist()]
     assert last_page_len is not None
-    starts, last = indptr.tolist(), last_page_len.tolist()
-    return [(end - begin - 1) * page_size + n if end > begin else 0 for begin, end, n in zip(starts, starts[1:], last)]
+    return kv_lens(indptr.cpu().long(), last_page_len.cpu().long(), page_size).tolist()
 
 
 def check_lengths(found: Sequence[int], q_len: int) -> None:

@@ -5,67 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import (
-    LAYOUTS,
-    check_backend,
-    check_graph_buffer,
-    check_length,
-    check_nvfp4,
-    check_shape,
-    check_workspace,
-    code,
-    computed,
-    kv_type,
-    last_value,
-    row_elements,
-    scores,
-    type_fields,
-    unpack,
-)
-from fi_core.attention.cudnn import planned as cudnn
+from fi_core.attention import contract
+from fi_core.attention.contract import Scores, computed
 from fi_core.attention.mask import pack_drafts
 from fi_core.attention.ops import decode as ops
-from fi_core.attention.ops.request import Facts
 from fi_core.attention.schedule import DecodePlan, DecodeWorkspaces, split_kv_of
+from fi_core.attention.wrappers import decode_arguments as arguments
 from fi_core.attention.wrappers import planners
-from fi_core.attention.wrappers.base import BatchWrapper, check_results, keep
-from fi_core.attention.wrappers.decode_arguments import (
-    BACKENDS,
-    FOREIGN,
-    SIZE_OPTIONS,
-    check_lengths,
-    copy_tables,
-    deprecated_positional,
-    lengths,
-    options_of_size,
-)
-from fi_core.attention.wrappers.plan_state import of_plan
+from fi_core.attention.wrappers.base import BatchWrapper, check_results, check_types, keep, of_plan
+from fi_core.attention.wrappers.decode_arguments import BACKENDS, FOREIGN
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.errors import blame, unsupported
 from fi_core.runtime.resolve.ahead import planned
-from fi_core.utils import PosEncodingMode, _get_range_buf, constants, int32_index
+from fi_core.utils import _get_range_buf, constants, int32_index
 
 if TYPE_CHECKING:
     import torch
 
-    from fi_core.attention.custom import CustomAttention
 
 _JIT_ARGS = 16  # of gen_customize_batch_decode_module
-_INT_WORKSPACE = 8 << 20  # bytes; partials of 132 ranges take 4.2 MiB with head_dim 256, of 396 6.3 MiB with 128
 
 
 def check_call(plan: DecodePlan, out: Any, lse: Any, q: Any, k: Any, v: Any, *rest: Any) -> None:
     """Raises the error that names the argument of a run that differs from its plan. rest: those of batch_decode."""
     if v is None:
-        k, v = unpack(k, "NHD")
-    if q.dtype is not plan.q_dtype:
-        raise ValueError(f"q: q_data_type {plan.q_dtype} was planned; got {q.dtype}")
-    if k.dtype is not plan.kv_dtype or v.dtype is not k.dtype:
-        planned, got = plan.kv_dtype, f"{k.dtype} and {v.dtype}"
-        raise ValueError(f"paged_kv_cache: kv_data_type {planned} was planned; got {got}")
+        k, v = contract.unpack(k, "NHD")
     *_, scales = rest
-    check_nvfp4(scales, k, "paged_kv_cache")
+    check_types(plan, q, k, v, scales, "paged_kv_cache")
     if q.shape != plan.q_shape:
         rows = "batch_size * q_len_per_req rows"
         raise ValueError(f"q: shape {plan.q_shape} was planned ({rows}); got {tuple(q.shape)}")
@@ -74,14 +41,14 @@ def check_call(plan: DecodePlan, out: Any, lse: Any, q: Any, k: Any, v: Any, *re
             f"paged_kv_cache: page_size {plan.page_size} and {plan.num_kv_heads} kv heads were planned; "
             f"got shape {tuple(k.shape)} ({'HND' if plan.kv_layout else 'NHD'})"
         )
-    check_results(q, (*plan.q_shape[:2], row_elements(v)), plan.o_dtype, out, lse)
+    check_results(q, (*plan.q_shape[:2], contract.row_elements(v)), plan.o_dtype, out, lse)
 
 
 class BatchDecodePlan(BatchWrapper):
     """The planning half of BatchDecodeWithPagedKVCacheWrapper, which documents the arguments."""
 
     _plan: DecodePlan
-    _is_dense = True
+    _kind, _backends, _foreign, _is_dense = "decode", BACKENDS, FOREIGN, True
     _head_dim, _q_len_per_req, _window_right = of_plan("head_dim"), of_plan("q_len"), of_plan("window_right")
 
     def __init__(
@@ -97,46 +64,25 @@ class BatchDecodePlan(BatchWrapper):
         jit_args: Sequence[Any] | None = None,
         jit_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        import torch
-
-        check_workspace(float_workspace_buffer, "float_workspace_buffer")
-        layout = code(LAYOUTS, kv_layout, "kv_layout")
-        check_backend(backend, BACKENDS, FOREIGN)
-        self._variant: CustomAttention | None = None
-        if jit_args is not None or jit_kwargs:
-            from fi_core.attention.custom_modules import customised
-
-            # With tensor cores, engines also pass the arguments of prefill, which have no effect here.
-            given = jit_args[:_JIT_ARGS] if jit_args is not None and use_tensor_cores else jit_args
-            self._variant = customised("decode", backend, float_workspace_buffer.device, given, jit_kwargs)
-        self._kv_layout, self._backend = kv_layout, backend
+        # With tensor cores, engines also pass the arguments of prefill, which have no effect here.
+        given = jit_args[:_JIT_ARGS] if jit_args is not None and use_tensor_cores else jit_args
+        layout = self._set_up(float_workspace_buffer, kv_layout, backend, use_cuda_graph, (given, jit_kwargs))
         self._use_tensor_cores = use_tensor_cores or backend in ("trtllm-gen", "cudnn")
         # "fa2" without tensor cores means the CUDA cores, which also run a user's variant.
         self._allowed = BACKENDS[backend]
         if self._variant is not None or (backend == "fa2" and not self._use_tensor_cores):
             self._allowed = "fa2_cuda_core"
-        self._use_cuda_graph = use_cuda_graph
-        self._plan = DecodePlan(
-            kv_layout=layout,
-            backend=self._allowed,
-            indptr=paged_kv_indptr_buffer,
-            page_indices=paged_kv_indices_buffer,
-            last_page_len=paged_kv_last_page_len_buffer,
-        )
+        indptr, pages, last = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
+        tables = {"indptr": indptr, "page_indices": pages, "last_page_len": last}
+        self._plan = DecodePlan(kv_layout=layout, backend=self._allowed, **tables)
         self._fixed_batch_size = self._check_graph_buffers() if use_cuda_graph else 0
-        self._copies = {}
         self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
-        self.device = float_workspace_buffer.device
-        self._cudnn = cudnn.PlannedBatch(use_cuda_graph) if backend == "cudnn" else None
-        if self._cudnn is not None:
-            cudnn.require(self.device)
-        own = torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self.device)
-        self.reset_workspace_buffer(float_workspace_buffer, own)
+        self._begin(float_workspace_buffer)
 
     def _check_graph_buffers(self) -> int:
         """The batch size that the buffers of a CUDA graph fix."""
         for name in ("indptr", "indices", "last_page_len"):
-            check_graph_buffer(getattr(self, f"_paged_kv_{name}_buf"), f"paged_kv_{name}_buffer")
+            contract.check_graph_buffer(getattr(self, f"_paged_kv_{name}_buf"), f"paged_kv_{name}_buffer")
         batch_size: int = self._paged_kv_last_page_len_buf.numel()
         bounds = self._paged_kv_indptr_buf.numel()
         if bounds != batch_size + 1:
@@ -163,7 +109,7 @@ class BatchDecodePlan(BatchWrapper):
     @computed
     def _max_kv_len(self) -> int:
         """Length of the longest request of the last plan; synchronises."""
-        return max(lengths(*self._plan.lengths, self._page_size), default=0)
+        return max(arguments.lengths(*self._plan.lengths, self._page_size), default=0)
 
     @property
     def _is_causal(self) -> bool:
@@ -193,23 +139,15 @@ class BatchDecodePlan(BatchWrapper):
         Returns:
             (bytes of the float workspace, bytes of the int workspace).
         """
-        given = options_of_size(SIZE_OPTIONS, args, options)
+        given = arguments.options_of_size(arguments.SIZE_OPTIONS, args, options)
         split_kv = split_kv_of(given.get("fixed_split_size"), page_size, given.get("disable_split_kv", False))
-        plan = DecodePlan(
-            batch_size=indptr.numel() - 1,
-            page_indices=indices,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            page_size=page_size,
-            q_len=given.get("q_len_per_req", 1),
-            split_kv=split_kv,
-            most_ctas=self._plan.most_ctas,
-        )
+        heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        sizes = {"batch_size": indptr.numel() - 1, "page_size": page_size, "q_len": given.get("q_len_per_req", 1)}
+        plan = DecodePlan(page_indices=indices, split_kv=split_kv, most_ctas=self._plan.most_ctas, **heads, **sizes)
         return self._workspaces.bytes_for(plan)
 
     @fi_api
-    @deprecated_positional
+    @arguments.deprecated_positional
     def plan(
         self,
         indptr: torch.Tensor,
@@ -287,53 +225,44 @@ class BatchDecodePlan(BatchWrapper):
         self._forget_plan()
         batch_size, own = self._check_table(indptr, indices, last_page_len, seq_lens), self._plan
         self._check_q_len(q_len_per_req)
-        key = (
+        options = (
             batch_size, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, window_right,
             logits_soft_cap, q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta,
             fixed_split_size, disable_split_kv, q_len_per_req, is_causal, own.most_ctas,
         )  # fmt: skip
-        plan, sized = self._shapes.find(key) or self._new_shape(key)
+        shape = self._shapes.find(options) or self._new_shape(options)
         if q_len_per_req != 1:
             self._check_lengths(indptr, last_page_len, seq_lens, page_size, q_len_per_req)
         if self._use_cuda_graph:
             starts, last, pages = own.indptr, own.last_page_len, own.page_indices
-            copy_tables((starts, last, pages), (indptr, last_page_len, indices), non_blocking)
+            arguments.copy_tables((starts, last, pages), (indptr, last_page_len, indices), non_blocking)
         else:
             starts = self._on_device("indptr", indptr, non_blocking)
             last = self._on_device("last_page_len", last_page_len, non_blocking)
             pages = self._on_device("indices", indices, non_blocking)
-        self._end(
-            plan,
-            (starts, last, seq_lens),
-            non_blocking,
-            sized,
-            indptr=starts,
-            last_page_len=last,
-            page_indices=pages,
-            block_tables=block_tables,
-        )
+        tables = {"indptr": starts, "last_page_len": last, "page_indices": pages, "block_tables": block_tables}
+        self._end(shape, (starts, last, seq_lens), tables, non_blocking)
 
     begin_forward = plan
 
-    def _new_shape(self, key: tuple[Any, ...]) -> tuple[DecodePlan, dict[int, DecodePlan]]:
-        """A plan without tables for the options of `plan`, and what else is kept with it."""
+    def _new_shape(self, options: tuple[Any, ...]) -> tuple[DecodePlan, dict[int, DecodePlan]]:
+        """A plan without tables for the batch size and the options of `plan`, and what else is kept with it."""
         (
             batch_size, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding, window_left, window_right,
             soft_cap, q_dtype, kv_dtype, o_dtype, dtype, *scales, fixed_split_size, disable_split_kv, q_len, is_causal,
             most_ctas,
-        ) = key  # fmt: skip
-        check_shape(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
+        ) = options  # fmt: skip
+        contract.check_shape(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
         if type(window_right) is not int or window_right < -1:
             raise ValueError(f"window_right: -1 or more is required; got {window_right!r}")
-        plan = DecodePlan(
-            kv_layout=self._plan.kv_layout, backend=self._plan.backend, most_ctas=most_ctas, batch_size=batch_size,
-            window_right=window_right if is_causal is None or is_causal else -1, window_left=window_left,
-            **type_fields(q_dtype, kv_dtype, o_dtype, dtype),
-            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size, q_len=q_len,
-            split_kv=split_kv_of(fixed_split_size, page_size, disable_split_kv),
-            **scores(pos_encoding, soft_cap, *scales),
-        )  # fmt: skip
-        return self._shapes.keep(key, self._shaped(plan))
+        fields = {name: getattr(self._plan, name) for name in ("kv_layout", "backend")}
+        fields |= {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "q_len": q_len}
+        fields |= {"batch_size": batch_size, "page_size": page_size, "most_ctas": most_ctas, "window_left": window_left}
+        fields |= {"window_right": window_right if is_causal is None or is_causal else -1}
+        fields |= contract.type_fields(q_dtype, kv_dtype, o_dtype, dtype)
+        fields |= Scores(pos_encoding, soft_cap, *scales).fields()
+        plan = DecodePlan(split_kv=split_kv_of(fixed_split_size, page_size, disable_split_kv), **fields)
+        return self._shapes.keep(options, self._shaped(plan))
 
     def _keys_behind(self, batch_size: int, q_len: int, window_right: int) -> torch.Tensor | None:
         """The draft mask of queries that attend to keys behind their own; kept, so that CUDA graphs find it again."""
@@ -359,7 +288,7 @@ class BatchDecodePlan(BatchWrapper):
             blame(error, indptr=indptr, indices=indices, last_page_len=last_page_len)
         if bounds != batch_size + 1:
             raise ValueError(f"indptr: length {batch_size + 1} is required, last_page_len's + 1; got {bounds}")
-        check_length(last_value(indptr, "indptr"), indices, "indices")
+        contract.check_length(contract.last_value(indptr, "indptr"), indices, "indices")
         if seq_lens is not None and seq_lens.numel() != batch_size:
             raise ValueError(f"seq_lens: length {batch_size} is required, the batch size; got {seq_lens.numel()}")
         if not self._use_cuda_graph:
@@ -385,45 +314,37 @@ class BatchDecodePlan(BatchWrapper):
         """Raises ValueError for a request of fewer tokens than its queries, if all tables are on the host."""
         tables = (seq_lens,) if seq_lens is not None else (indptr, last_page_len)
         if all(table.device.type == "cpu" for table in tables):
-            check_lengths(lengths(indptr, last_page_len, seq_lens, page_size), q_len)
+            arguments.check_lengths(arguments.lengths(indptr, last_page_len, seq_lens, page_size), q_len)
 
     def _shaped(self, plan: DecodePlan) -> DecodePlan:
         """A plan without tables, with what follows from its options: the kernel and its tiles."""
         choice, heads = self._choose(plan), (plan.num_qo_heads, plan.num_kv_heads)
         per_tile = ops.heads_per_tile(choice, plan.batch_size, *heads, plan.q_len, plan.split_kv)
-        plan = plan.replace(
-            choice=choice,
-            mask=self._keys_behind(plan.batch_size, plan.q_len, plan.window_right),
-            rows=plan.batch_size * plan.q_len,
-            heads_per_tile=per_tile,
-            head_dim_vo=plan.head_dim,
-            q_tiles=ops.num_q_tiles(*heads, plan.q_len, per_tile),
-        )
+        tiles = {"heads_per_tile": per_tile, "q_tiles": ops.num_q_tiles(*heads, plan.q_len, per_tile)}
+        mask = self._keys_behind(plan.batch_size, plan.q_len, plan.window_right)
+        rows = plan.batch_size * plan.q_len
+        plan = plan.replace(choice=choice, mask=mask, rows=rows, head_dim_vo=plan.head_dim, **tiles)
         return plan.replace(exact=self._choose(plan, exact=True))
 
     def _end(
         self,
-        plan: DecodePlan,
+        shape: tuple[DecodePlan, dict[int, DecodePlan]],
         lengths: tuple[Any, Any, Any],
+        tables: dict[str, Any],
         non_blocking: bool = True,
-        sized: dict[int, DecodePlan] | None = None,
-        **tables: Any,
     ) -> list[int]:
         """Completes a plan: computes its schedule on the device, and makes the call of its kernel.
 
-        plan: of `_shaped`. lengths: indptr, last_page_len and lengths or None, on any device; the lengths take
-        precedence over last_page_len. sized: plans of this shape with their buffers. tables: fields of the plan.
+        shape: a plan of `_shaped`, and those of this shape with their buffers. lengths: indptr, last_page_len and
+        lengths or None, on any device; the lengths take precedence over last_page_len. tables: fields of the plan.
         """
+        plan, sized = shape
         indptr, last_page_len, kv_lens = lengths
         if kv_lens is not None:
             kv_lens, last_page_len = self._on_device("kv_lens", kv_lens, non_blocking), None
         lengths = self._on_device("planned_indptr", indptr, non_blocking), last_page_len, kv_lens
         work = self._workspaces.work(plan, tables["page_indices"].numel())
-        found = sized.get(work) if sized is not None else None
-        if found is None:
-            found = self._workspaces.sized(plan, work)
-            if sized is not None:
-                keep(sized, work, found)
+        found = sized.get(work) or keep(sized, work, self._workspaces.sized(plan, work))
         plan = found.replace(lengths=lengths, **tables)
         self._schedule(plan)
         self.last_choice = plan.choice
@@ -431,9 +352,8 @@ class BatchDecodePlan(BatchWrapper):
             self._plan_cudnn(plan)
         self._set_call(plan)
         self._cached_module = planners.PLANNER if self._use_tensor_cores else planners.DECODE_PLANNER
-        return self._end_plan(
-            [plan.batch_size, plan.q_tiles, plan.num_ctas, plan.split_kv, plan.q_len, plan.window_left]
-        )
+        numbers = [plan.batch_size, plan.q_tiles, plan.num_ctas, plan.split_kv, plan.q_len, plan.window_left]
+        return self._end_plan(numbers)
 
     def _schedule(self, plan: DecodePlan) -> None:
         """Computes the schedule of a plan on the device."""
@@ -463,35 +383,24 @@ class BatchDecodePlan(BatchWrapper):
         del fields["head_dim_vo"], fields["causal"]
         split_kv = split_kv_of(split[0], fields["page_size"], split[1])
         plan = self._plan.replace(batch_size=batch_size, split_kv=split_kv, **dims, **fields)
-        return self._end(self._shaped(plan), (indptr, None, kv_lens), page_indices=plan.page_indices)
+        return self._end((self._shaped(plan), {}), (indptr, None, kv_lens), {"page_indices": plan.page_indices})
 
     def _plan_cudnn(self, plan: DecodePlan) -> None:
         assert self._cudnn is not None
         indptr, last_page_len, kv_lens = plan.lengths
         if kv_lens is None:
-            pages = indptr.diff()
-            kv_lens = ((pages - 1) * plan.page_size + last_page_len) * (pages > 0)
+            kv_lens = contract.kv_lens(indptr, last_page_len, plan.page_size)
         table = plan.block_tables
         most = self._max_kv_len if table is None else table.shape[1] * plan.page_size
-        self._cudnn.plan(
-            constants(plan.q_len, plan.batch_size, self.device),
-            int32_index(kv_lens),
-            (plan.q_len, most),
-            indptr,
-            plan.page_indices,
-            plan.page_size,
-            None,
-        )
+        lens = constants(plan.q_len, plan.batch_size, self.device), int32_index(kv_lens)
+        self._cudnn.plan(*lens, (plan.q_len, most), indptr, plan.page_indices, plan.page_size, None)
 
     def _choose(self, plan: DecodePlan, head_dim_vo: int = 0, scaled: bool = False, exact: bool = False) -> Choice:
         """The choice for runs of the planned shape with aligned tensors. exact: with the mask and tiles of the plan."""
-        head_dim_vo = head_dim_vo or plan.head_dim
-        if self._variant is not None:
-            self._variant.check(plan.q_dtype, plan.kv_dtype, plan.o_dtype, plan.head_dim, head_dim_vo)
-        facts = Facts(
-            plan.q_dtype, kv_type(plan.kv_dtype), plan.o_dtype, plan.head_dim, head_dim_vo,
-            plan.num_qo_heads // plan.num_kv_heads, plan.page_size, PosEncodingMode(plan.pos_encoding).name,
-            "custom" if exact and plan.mask is not None else "plain", plan.soft_cap > 0.0, scaled,
-        )  # fmt: skip
+        dims, mask = (
+            (plan.head_dim, head_dim_vo or plan.head_dim),
+            "plain" if not exact or plan.mask is None else "custom",
+        )
+        facts = self._facts(plan, plan.o_dtype, dims, plan.page_size, mask, soft_cap=plan.soft_cap > 0.0, scaled=scaled)
         heads = plan.heads_per_tile if exact else 1
         return planned(ops.BATCH_DECODE, self.device, self._allowed, *facts, heads, ahead=self._variant is None)

@@ -11,8 +11,9 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fi_core.attention import contract
 from fi_core.observe.draw import Draw, nbytes
-from fi_core.observe.trace import TraceTemplate, Work, sized
+from fi_core.observe.trace import TraceTemplate, Work, dispatcher, sized
 from fi_core.utils import canonicalize_torch_dtype, ceil_div
 
 if TYPE_CHECKING:
@@ -81,24 +82,24 @@ _SCORES = {"window_left": -1, "logits_soft_cap": None, "pos_encoding_mode": None
 _PLAN = {**_SCORES, "backend": "auto", "disable_split_kv": None, "sinks": False}
 _PROMPTS = {"qo_len": 1024, "causal": True}
 _SIZES: dict[str, dict[str, Any]] = {
-    "decode": {**_BATCH, **_PLAN, "batch_size": 64, "kv_len": 4096, "q_len_per_req": 1, "use_tensor_cores": True},
-    "paged": {**_BATCH, **_PLAN, **_PROMPTS},
-    "ragged": {**_BATCH, **_PLAN, **_PROMPTS},
+    "paged_decode": {**_BATCH, **_PLAN, "batch_size": 64, "kv_len": 4096, "q_len_per_req": 1, "use_tensor_cores": True},
+    "paged_prefill": {**_BATCH, **_PLAN, **_PROMPTS},
+    "ragged_prefill": {**_BATCH, **_PLAN, **_PROMPTS},
 }
 for _absent in ("page_size", "sinks"):
-    del _SIZES["ragged"][_absent]
+    del _SIZES["ragged_prefill"][_absent]
 _OF_PLAN = (*_SCORES, "causal", "q_len_per_req", "use_tensor_cores", "backend", "disable_split_kv", "kv_layout")
 
 
 def make_batch(kind: str, layout: str, with_lse: bool) -> Callable[..., dict[str, Any]]:
-    """Makes the last tokens of requests. kind: "decode", "paged" or "ragged"; kv_len: default qo_len."""
+    """Makes the last tokens of requests. kind: one of _SIZES; kv_len: default qo_len."""
 
     @sized(**_SIZES[kind], kv_layout=layout)
     def make(draw: Draw, s: Any) -> dict[str, Any]:
-        qo_len = s.q_len_per_req if kind == "decode" else s.qo_len
+        qo_len = s.q_len_per_req if kind == "paged_decode" else s.qo_len
         kv_lens = lengths_of(qo_len if s.kv_len is None else s.kv_len, s.batch_size)
         qo_lens = lengths_of(qo_len, len(kv_lens))
-        if kind == "ragged":
+        if kind == "ragged_prefill":
             rows = (sum(kv_lens), s.num_kv_heads) if s.kv_layout == "NHD" else (s.num_kv_heads, sum(kv_lens))
             dims, dtype = zip("kv", (s.head_dim, s.head_dim_vo or s.head_dim)), s.kv_dtype or s.dtype
             found: dict[str, Any] = {name: normal(draw, (*rows, dim), dtype) for name, dim in dims}
@@ -106,7 +107,7 @@ def make_batch(kind: str, layout: str, with_lse: bool) -> Callable[..., dict[str
             found |= {"qo_indptr": draw.offsets(qo_lens), "kv_indptr": draw.offsets(kv_lens)}
         else:
             found = requests_of(draw, s, qo_lens, kv_lens)
-        if kind == "decode":
+        if kind == "paged_decode":
             del found["qo_indptr"]
         found |= {name: getattr(s, name) for name in _OF_PLAN if getattr(s, name, None) is not None}
         if getattr(s, "sinks", False):
@@ -126,14 +127,14 @@ def make_cascade(layout: str) -> Callable[..., dict[str, Any]]:
         qo_lens = lengths_of(s.qo_len, len(kv_lens))
         tables = [pages_of(draw, lens, s.page_size) for lens in ([s.shared_kv_len], kv_lens)]
         tables[1]["kv_indices"] += len(tables[0]["kv_indices"])
+        names = {"kv_indptr": "paged_kv_indptr_arr", "kv_indices": "paged_kv_indices_arr"}
+        names["kv_last_page_len"] = "paged_kv_last_page_len"
         return {
             "q": query_of(draw, sum(qo_lens), s),
             "paged_kv_cache": cache_of(draw, tables, s),
             "qo_indptr_arr": [draw.offsets([sum(qo_lens)]), draw.offsets(qo_lens)],
-            "paged_kv_indptr_arr": [table["kv_indptr"] for table in tables],
-            "paged_kv_indices_arr": [table["kv_indices"] for table in tables],
-            "paged_kv_last_page_len": [table["kv_last_page_len"] for table in tables],
-            **{name: getattr(s, name) for name in ("causal", "kv_layout", "logits_soft_cap")},
+            **{arrays: [table[name] for table in tables] for name, arrays in names.items()},
+            **s.named("causal", "kv_layout", "logits_soft_cap"),
             "sm_scale": s.head_dim**-0.5,
             "window_left": -1,
         }
@@ -177,29 +178,19 @@ def _arguments(function: Callable[..., Any], known: Arguments) -> dict[str, Any]
 def plan(wrapper: Callable[..., Any], x: Arguments, **more: Any) -> Any:
     """Makes a wrapper and plans it: with the arguments of these names, and with what follows from shapes."""
     q, (k, v) = x["q"] if "q" in x else x["q_d"], keys_of(x)
-    known = {
-        "float_workspace_buffer": workspace_of(q),
-        "device": q.device,
-        "num_levels": len(x.get("qo_indptr_arr", ())),
-        "num_qo_heads": q.shape[1],
-        "num_kv_heads": k.shape[-2],
-        "page_size": k.shape[1],
-        "head_dim_vo": v.shape[-1],
-        "kv_data_type": k.dtype,
-        **dict.fromkeys(("head_dim", "head_dim_qk"), q.shape[2]),
-        **dict.fromkeys(("q_data_type", "data_type", "o_data_type"), q.dtype),
-        **x,
-        **more,
-    }
+    place = {"float_workspace_buffer": workspace_of(q), "device": q.device}
+    sizes = {"num_qo_heads": q.shape[1], "num_kv_heads": k.shape[-2], "page_size": k.shape[1]}
+    dims = {**dict.fromkeys(("head_dim", "head_dim_qk"), q.shape[2]), "head_dim_vo": v.shape[-1]}
+    types = {**dict.fromkeys(("q_data_type", "data_type", "o_data_type"), q.dtype), "kv_data_type": k.dtype}
+    known = {**place, "num_levels": len(x.get("qo_indptr_arr", ())), **sizes, **dims, **types, **x, **more}
     planned = wrapper(**_arguments(wrapper, known))
     planned.plan(**_arguments(planned.plan, known))
     return planned
 
 
 # The work, as FlashInfer's benchmark counts it.
-def kv_lens_of(indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> list[int]:
-    pairs = zip(indptr.diff().tolist(), last_page_len.tolist())
-    return [(pages - 1) * page_size + last if pages else 0 for pages, last in pairs]
+def kv_lens_of(*table: Any) -> list[int]:
+    return contract.kv_lens(*table).tolist()
 
 
 def lengths(x: Arguments) -> list[tuple[list[int], list[int], bool]]:
@@ -254,9 +245,7 @@ def plain_calls(template: TraceTemplate, *others: str) -> Callable[..., TraceTem
     """Selects the template, without these parameters, for plans that its reference covers; None for other plans."""
     described = dataclasses.replace(template, others=("kv_layout", *others))
 
-    def select(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
-        plain = arguments.get("covered", True) and not arguments.get("logits_soft_cap")
-        return described if plain else None
+    def choose(x: dict[str, Any]) -> TraceTemplate | None:
+        return described if x.get("covered", True) and not x.get("logits_soft_cap") else None
 
-    select.templates = (described,)  # type: ignore[attr-defined]
-    return select
+    return dispatcher([described], choose)

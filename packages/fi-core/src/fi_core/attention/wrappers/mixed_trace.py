@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fi_core.attention.reference import attend_pages, attend_request
-from fi_core.attention.wrappers import inputs
+from fi_core.attention.wrappers import inputs, trace
 from fi_core.attention.wrappers.inputs import PAGED, attention_work, kept, lengths_of, paged, plain_calls
-from fi_core.attention.wrappers.trace import DECODE, PREFILL, QO_INDPTR, SMALL, TABLE, caches, template
 from fi_core.observe.draw import Draw
 from fi_core.observe.trace import Planned, Scalar, Tensor, Work, options
 
@@ -46,14 +45,14 @@ def _work_mixed(x: Mapping[str, Any]) -> Work:
     return attention_work(x["q"], [(*x["kv_cache"], pairs, x["causal"])], with_lse=True)
 
 
-MIXED = template(
+MIXED = trace.template(
     "gqa_paged_mixed",
     {
         "q": Tensor(["total_q", "num_qo_heads", "head_dim"]),
-        **caches("kv_cache"),
-        **QO_INDPTR,
-        "kv_indptr": TABLE["kv_indptr"],
-        "kv_indices": TABLE["kv_indices"],
+        **trace.caches("kv_cache"),
+        **trace.QO_INDPTR,
+        "kv_indptr": trace.TABLE["kv_indptr"],
+        "kv_indices": trace.TABLE["kv_indices"],
         "kv_len_arr": Tensor(["batch_size"], dtype="int32"),
         "sm_scale": Scalar(),
         **options(bool="causal", string="kv_layout"),
@@ -64,12 +63,12 @@ MIXED = template(
         "lse": Tensor(["total_q", "num_qo_heads"], dtype="float32"),
     },
     constraints=("len_indptr == batch_size + 1",),
-    op=(*PREFILL, *DECODE),
+    op=(*trace.PREFILL, *trace.DECODE),
     make=_make_mixed,
     plan=inputs.plan,
     samples=(
-        {**SMALL, "kv_len": (37, 1, 16), "qo_len": (20, 3)},
-        {**SMALL, "kv_len": (9, 40), "qo_len": (70,), "causal": False, "page_size": 5},
+        {**trace.SMALL, "kv_len": (37, 1, 16), "qo_len": (20, 3)},
+        {**trace.SMALL, "kv_len": (9, 40), "qo_len": (70,), "causal": False, "page_size": 5},
     ),
     work=_work_mixed,
     description="Attention of decode requests and prompts in one batch over a paged KV cache.",
@@ -116,7 +115,7 @@ def _tables(suffix: str, *names: str) -> dict[str, Tensor | Scalar]:
 
 _DECODE: dict[str, Tensor | Scalar] = {
     "q_d": Tensor(["num_d", "num_qo_heads", "head_dim"]),
-    **caches("paged_kv_cache_d"),
+    **trace.caches("paged_kv_cache_d"),
     **_tables("_d", "kv_indptr", "kv_indices", "last_page_len"),
     "sm_scale": Scalar(),
     "causal_p": Scalar("bool", optional=True),
@@ -125,7 +124,7 @@ _DECODE: dict[str, Tensor | Scalar] = {
 
 def _pod(op_type: str, prefill: dict[str, Tensor | Scalar], make: Callable[..., Any], **options: Any) -> Any:
     q_p = Tensor(["num_p", "num_qo_heads", "head_dim"])
-    return template(
+    return trace.template(
         op_type,
         {"q_p": q_p, **prefill, **_DECODE},
         _halves_reference,
@@ -144,19 +143,22 @@ POD = _pod(
     "gqa_pod",
     {name: Tensor(["num_kv_p", "num_kv_heads", "head_dim"]) for name in ("k_p", "v_p")},
     _make_pod,
-    op=(*PREFILL, *DECODE, "single_attention"),
-    samples=({**SMALL, "kv_len": (37, 1, 16), "qo_len": 20}, {**SMALL, "kv_len": (9,), "qo_len": 5, "causal": False}),
+    op=(*trace.PREFILL, *trace.DECODE, "single_attention"),
+    samples=(
+        {**trace.SMALL, "kv_len": (37, 1, 16), "qo_len": 20},
+        {**trace.SMALL, "kv_len": (9,), "qo_len": 5, "causal": False},
+    ),
     description="Attention of a prompt over its K and V, and of decode requests over a paged KV cache.",
 )
 BATCH_POD = _pod(
     "gqa_paged_batch_pod",
     {
-        **caches("paged_kv_cache_p", suffix="_p"),
+        **trace.caches("paged_kv_cache_p", suffix="_p"),
         **_tables("_p", "qo_indptr", "kv_indptr", "kv_indices", "last_page_len"),
     },
     _make_batch_pod,
-    op=(*PREFILL, *DECODE),
-    samples=({**SMALL, "kv_len": (37, 1, 16), "qo_len": (20, 3)},),
+    op=(*trace.PREFILL, *trace.DECODE),
+    samples=({**trace.SMALL, "kv_len": (37, 1, 16), "qo_len": (20, 3)},),
     description="Attention of prompts, and of decode requests, over paged KV caches.",
 )
 
@@ -166,7 +168,11 @@ _OF_HALF = (*_MASKS, "kv_layout", "pos_encoding_mode", "sm_scale", "window_left"
 mixed = plain_calls(MIXED, *_OTHERS)
 pod = plain_calls(POD, *_OTHERS, *(f"{name}_{half}" for half in "pd" for name in _OF_HALF))
 batch_pod = plain_calls(BATCH_POD, *_OTHERS, *(f"{name}_p" for name in _MASKS))
-_TABLES = ("qo_indptr", "kv_indptr", "kv_indices")
-PLANNED_MIXED: Planned = kept(*_TABLES, "kv_len_arr", "sm_scale", "causal", "kv_layout", "covered")
-PLANNED_POD: Planned = kept("kv_indptr_d", "kv_indices_d", "last_page_len_d", "sm_scale", "kv_layout", "covered")
-PLANNED_BATCH_POD: Planned = {**PLANNED_POD, **kept(*(f"{name}_p" for name in (*_TABLES, "last_page_len")))}
+PLANNED_MIXED: Planned = kept(
+    "qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "sm_scale", "causal", "kv_layout", "covered"
+)
+_PAGES = {name.replace("kv_last", "last"): held for name, held in trace.PAGES.items()}
+PLANNED_POD, _OF_DECODE = (
+    {**trace.of_inner(name, _PAGES, "_d"), **trace.of_inner(name, trace.SCORES)} for name in ("_inner", "_decode")
+)
+PLANNED_BATCH_POD: Planned = {**_OF_DECODE, **trace.of_inner("_prefill", {**trace.ROWS, **_PAGES}, "_p")}

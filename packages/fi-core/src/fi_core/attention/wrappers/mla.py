@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -10,29 +11,41 @@ from fi_core.attention.contract import check_backend, check_workspace, dtype_of,
 from fi_core.attention.ops import mla as ops
 from fi_core.attention.schedule import MlaPlan
 from fi_core.attention.wrappers import mla_trace, planners
-from fi_core.attention.wrappers.base import PinnedMirror, Shapes, check_results, float32, keep
+from fi_core.attention.wrappers.base import (
+    PlannedWrapper,
+    Shapes,
+    check_results,
+    explain,
+    float32,
+    keep,
+    of_plan,
+)
 from fi_core.attention.wrappers.mla_tables import TABLES, MLAPlanMetadata, Tables, one_form
-from fi_core.attention.wrappers.plan_state import PlannedWrapper, of_plan
+from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
-from fi_core.runtime.errors import blame, refuse
+from fi_core.runtime.errors import refuse
 from fi_core.runtime.returns import method_with_lse
 
 if TYPE_CHECKING:
     import torch
 
-    from fi_core.runtime.dispatch import Choice
 
 BACKENDS = ("auto", "fa2", "fa3")
 FOREIGN = ("cutlass", "trtllm-gen", "cute-dsl", "cute-dsl-monolithic", "cute-dsl-modular", "xqa", "cutile")
 _INT_WORKSPACE = 8 << 20  # bytes
-LAYOUTS, LSE_MODES, OUTPUT_SCALES = (None, "packed", "split"), ("none", "base2", "basee"), ("none", "per-tensor")
-# Of plan, from use_profiler to use_sinks: a key without them costs half.
-_DEFAULTS = (False, None, None, "none", None, "none", "default", False, None, False)
-SCALE_MODES = ("default", "kv-per-tensor", "bmm-scalar", "bmm-tensor")
+_REQUIRED = words("num_heads head_dim_ckv head_dim_kpe page_size causal sm_scale q_data_type kv_data_type")  # of plan
+_WORDS = {
+    **dict.fromkeys(("query_layout", "kv_cache_layout"), (None, "packed", "split")),
+    "lse_mode": ("none", "base2", "basee"),
+    "output_scale": ("none", "per-tensor"),
+    "scale_mode": ("default", "kv-per-tensor", "bmm-scalar", "bmm-tensor"),
+}
+# Of these, use_profiler, output_dtype, skip_softmax, enable_pdl and use_sinks: a key without them costs half.
+_DEFAULTS = (None, None, "none", "none", "default", False, None, False, None, False)
 
 
 @fi_api
-class BatchMLAPagedAttentionWrapper(PinnedMirror, PlannedWrapper):
+class BatchMLAPagedAttentionWrapper(PlannedWrapper):
     """Multi-head latent attention with absorbed weights over a paged cache (MLA, arXiv:2405.04434).
 
     A query has a latent part (512 wide) and a rotary part (64 wide). The cache holds one latent row `ckv` and one
@@ -61,8 +74,6 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlannedWrapper):
     _qo_indptr_buf, _kv_indptr_buf = of_plan("qo_indptr"), of_plan("kv_indptr")
     _kv_indices_buf, _kv_len_arr_buf = of_plan("page_indices"), of_plan("kv_len")
     _head_dim_ckv = ops.LATENT
-    device: torch.device
-    last_choice: Choice | None
 
     def __init__(
         self,
@@ -91,15 +102,6 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlannedWrapper):
         self._cached_module: Any = None
         self._reset_plan()
         planners.add(self)
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        return self._use_cuda_graph
-
-    @property
-    def resolved_backend(self) -> str:
-        """The backend of the last run: "fa2", "fa3" or "cpu"; before the first run, the argument."""
-        return self.last_choice.backend if self.last_choice else self._backend
 
     @fi_api
     def plan(
@@ -178,18 +180,11 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlannedWrapper):
         if dense or metadata is not None or kv_len_arr is None:
             tables = one_form(metadata, cum_seq_lens_q, block_tables, seq_lens, max_q_len, *tables)
         key: tuple[Any, ...] = (
-            num_heads,
-            head_dim_ckv,
-            head_dim_kpe,
-            page_size,
-            causal,
-            sm_scale,
-            q_data_type,
-            kv_data_type,
+            num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type,
             disable_split_kv,
-        )
+        )  # fmt: skip
         rest = (
-            use_profiler, query_layout, kv_cache_layout, lse_mode, output_dtype, output_scale, scale_mode, skip_softmax,
+            query_layout, kv_cache_layout, lse_mode, output_scale, scale_mode, use_profiler, output_dtype, skip_softmax,
             enable_pdl, use_sinks,
         )  # fmt: skip
         if rest != _DEFAULTS:
@@ -201,26 +196,14 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlannedWrapper):
         self._end(found, placed)
         self._cached_module = planners.MLA_PLANNER
 
-    def _shaped(
-        self, num_heads: Any, head_dim_ckv: Any, head_dim_kpe: Any, page_size: Any, causal: Any, sm_scale: Any,
-        q_data_type: Any, kv_data_type: Any, disable_split_kv: Any, use_profiler: Any = False, query_layout: Any = None,
-        kv_cache_layout: Any = None, lse_mode: Any = "none", output_dtype: Any = None, output_scale: Any = "none",
-        scale_mode: Any = "default", skip_softmax: Any = False, enable_pdl: Any = None, use_sinks: Any = False,
-    ) -> MlaPlan:  # fmt: skip
-        """A plan without tables for the options of `plan`."""
-        required = {
-            "num_heads": num_heads,
-            "head_dim_ckv": head_dim_ckv,
-            "head_dim_kpe": head_dim_kpe,
-            "page_size": page_size,
-            "causal": causal,
-            "sm_scale": sm_scale,
-            "q_data_type": q_data_type,
-            "kv_data_type": kv_data_type,
-        }
-        missing = [name for name, value in required.items() if value is None]
+    def _shaped(self, *options: Any) -> MlaPlan:
+        """A plan without tables for the options of `plan`: those of _REQUIRED, disable_split_kv, and of _WORDS on."""
+        missing = [name for name, value in zip(_REQUIRED, options) if value is None]
         if missing:
             raise TypeError(f"plan() missing required arguments: {', '.join(missing)}")
+        num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type = options[:8]
+        disable_split_kv, *rest = options[8:]
+        output_scale, scale_mode, use_profiler, output_dtype, _, enable_pdl, use_sinks = (rest or _DEFAULTS)[3:]
         q_type, kv_type = dtype_of(q_data_type, "q_data_type"), dtype_of(kv_data_type, "kv_data_type")
         check_types(q_type, kv_type)
         if head_dim_ckv != ops.LATENT:
@@ -230,34 +213,19 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlannedWrapper):
         for name, value in (("num_heads", num_heads), ("page_size", page_size)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: a positive integer is required; got {value!r}")
-        for name, word, words in (
-            ("query_layout", query_layout, LAYOUTS),
-            ("kv_cache_layout", kv_cache_layout, LAYOUTS),
-            ("lse_mode", lse_mode, LSE_MODES),
-            ("output_scale", output_scale, OUTPUT_SCALES),
-            ("scale_mode", scale_mode, SCALE_MODES),
-        ):
-            if word not in words:
-                raise ValueError(f"{name}: one of {', '.join(map(repr, words))} is required; got {word!r}")
+        for (name, known), word in zip(_WORDS.items(), rest):
+            if word not in known:
+                raise ValueError(f"{name}: one of {', '.join(map(repr, known))} is required; got {word!r}")
         refuse("kernels have no profiler of their own; use Nsight Compute", use_profiler=use_profiler)
         refuse("scale the output afterwards", output_scale=None if output_scale == "none" else output_scale)
         refuse("pass ckv_scale and kpe_scale to run", scale_mode=scale_mode if scale_mode.startswith("bmm") else None)
         other = None if output_dtype is None or dtype_of(output_dtype, "output_dtype") is q_type else output_dtype
         refuse(f"the output is {q_type} as the queries; convert it afterwards", output_dtype=other)
-        return MlaPlan(
-            backend=self._backend,
-            num_heads=num_heads,
-            head_dim_kpe=head_dim_kpe,
-            page_size=page_size,
-            causal=bool(causal),
-            sm_scale=number(sm_scale, "sm_scale"),
-            q_dtype=q_type,
-            kv_dtype=kv_type,
-            fp8=kv_type.itemsize == 1,
-            split_kv=not flag("disable_split_kv", disable_split_kv),
-            enable_pdl=enable_pdl,
-            sinks=bool(use_sinks),
-        )
+        shape = {"num_heads": num_heads, "head_dim_kpe": head_dim_kpe, "page_size": page_size, "causal": bool(causal)}
+        types = {"q_dtype": q_type, "kv_dtype": kv_type, "fp8": kv_type.itemsize == 1}
+        split_kv = not flag("disable_split_kv", disable_split_kv)
+        own = {"enable_pdl": enable_pdl, "sinks": bool(use_sinks), "backend": self._backend}
+        return MlaPlan(sm_scale=number(sm_scale, "sm_scale"), split_kv=split_kv, **shape, **types, **own)
 
     def _sized(self, plan: MlaPlan, batch_size: int) -> MlaPlan:
         """The plan with its buffers, at the same addresses for plans of as many requests and heads."""
@@ -274,19 +242,10 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlannedWrapper):
         qo_indptr, kv_indptr, page_indices, kv_len = tables
         plan = plan.replace(qo_indptr=qo_indptr, kv_indptr=kv_indptr, page_indices=page_indices, kv_len=kv_len)
         ops.mla_plan(
-            plan.schedule,
-            kv_len,
-            plan.page_size,
-            plan.num_heads,
-            plan.max_ranges,
-            plan.narrow_ranges,
-            plan.wide_ranges,
-            ops.NARROW_ROWS,
-            ops.WIDE_ROWS * plan.cluster,
-            qo_indptr,
-            kv_indptr,
+            plan.schedule, kv_len, plan.page_size, plan.num_heads, plan.max_ranges, plan.narrow_ranges,
+            plan.wide_ranges, ops.NARROW_ROWS, ops.WIDE_ROWS * plan.cluster, qo_indptr, kv_indptr,
             split_kv=plan.split_kv,
-        )
+        )  # fmt: skip
         self._set_call(plan)
         ranges = plan.max_ranges, plan.narrow_ranges, plan.wide_ranges
         return self._end_plan([plan.batch_size, plan.num_heads, *ranges, plan.cluster])
@@ -360,15 +319,9 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlannedWrapper):
             plan, call = self._ready()
         foreign = profiler_buffer is not None or kv_len is not None or page_table is not None or o_scale is not None
         if foreign or bmm1_scale is not None or bmm2_scale is not None:
-            refuse(
-                "it belongs to kernels of another library",
-                profiler_buffer=profiler_buffer,
-                kv_len=kv_len,
-                page_table=page_table,
-                o_scale=o_scale,
-                bmm1_scale=bmm1_scale,
-                bmm2_scale=bmm2_scale,
-            )
+            given = {"profiler_buffer": profiler_buffer, "kv_len": kv_len, "page_table": page_table, "o_scale": o_scale}
+            given |= {"bmm1_scale": bmm1_scale, "bmm2_scale": bmm2_scale}
+            refuse("it belongs to kernels of another library", **given)
         if query is not None:
             q_nope, q_pe = _parts("query", query, q_nope=q_nope, q_pe=q_pe)
         if kv_cache is not None:
@@ -379,28 +332,18 @@ class BatchMLAPagedAttentionWrapper(PinnedMirror, PlannedWrapper):
         if plan.sinks and sinks is None:
             raise ValueError("sinks: a tensor is required, since use_sinks was planned; got None")
         return_lse = return_lse is True or (return_lse is not False and flag("return_lse", return_lse))
-        given = out, lse
+        results, in_ln = (out, lse), return_lse_base_on_e
         try:
             if out is None:
                 out = q_nope.new_empty(*q_nope.shape)  # type: ignore[union-attr]
             if lse is None and return_lse:
                 lse = q_nope.new_empty(*q_nope.shape[:2], dtype=float32())  # type: ignore[union-attr]
             ran = ops.run_planned(
-                call,
-                out,
-                lse,
-                q_nope,
-                q_pe,
-                ckv_cache,
-                kpe_cache,
-                ckv,
-                kpe,
-                ckv_scale_arr,
-                return_lse_base_on_e,
-                sinks=sinks,
+                call, out, lse, q_nope, q_pe, ckv_cache, kpe_cache, ckv, kpe, ckv_scale_arr, in_ln, sinks=sinks
             )
         except Exception as error:
-            _explain(error, plan, given, (q_nope, q_pe, ckv_cache, kpe_cache))
+            values = {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv_cache, "kpe_cache": kpe_cache}
+            explain(error, functools.partial(_check_run, plan, *results, **values), **values)
             raise
         self.last_choice = ran or self.last_choice
         return (out, lse) if return_lse and lse is not None else out
@@ -440,21 +383,13 @@ def _parts(name: str, whole: Any, **parts: Any) -> Any:
     return whole
 
 
-def _explain(error: Exception, plan: MlaPlan, results: tuple[Any, Any], values: tuple[Any, ...]) -> None:
-    """Raises the error that names the argument of a refused run that differs from its plan.
-
-    results: out and lse as given; values: q_nope, q_pe, ckv_cache and kpe_cache.
-    """
-    given = dict(zip(("q_nope", "q_pe", "ckv_cache", "kpe_cache"), values))
+def _check_run(plan: MlaPlan, out: Any, lse: Any, **given: Any) -> None:
+    """Raises the error that names the argument of a run that is missing, or differs from the plan."""
     missing = [name for name, value in given.items() if value is None]
     if missing:
         raise TypeError(f"run() missing {', '.join(missing)}: query= and kv_cache= may stand for two of them each")
-    try:
-        check_call(plan, None, None, *values)
-        check_results(values[0], values[0].shape, values[0].dtype, *results)
-    except (AttributeError, RuntimeError, IndexError) as found:
-        if isinstance(error, (AttributeError, RuntimeError, IndexError)):
-            blame(found, **given)
+    check_call(plan, None, None, *given.values())
+    check_results(given["q_nope"], given["q_nope"].shape, given["q_nope"].dtype, out, lse)
 
 
 def _scales(plan: MlaPlan, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any) -> tuple[float, float]:

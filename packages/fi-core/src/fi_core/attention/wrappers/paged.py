@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import check_length, scores, unpack
+from fi_core.attention.contract import Scores, check_length, kv_lens, unpack
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.log import fi_api
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-def _lengths(indptr: Any, last_page_len: Any, seq_lens: Any, page_size: int, device: torch.device) -> torch.Tensor:
+def lengths_of(indptr: Any, last_page_len: Any, seq_lens: Any, page_size: int, device: torch.device) -> torch.Tensor:
     """The kv_len of each request, on a device."""
-    pages: torch.Tensor = indptr.to(device).diff().long()
+    bounds = indptr.to(device).long()
     if seq_lens is not None:
-        return seq_lens.to(device).long().minimum(pages * page_size)  # type: ignore[no-any-return]
-    return ((pages - 1) * page_size + last_page_len.to(device)) * (pages > 0)  # type: ignore[no-any-return]
+        return seq_lens.to(device).long().minimum(bounds.diff() * page_size)  # type: ignore[no-any-return]
+    return kv_lens(bounds, last_page_len.to(device), page_size)
 
 
 @fi_api
@@ -228,8 +228,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         batch["page_indices"] = place(non_blocking, "paged_kv_indices", own.page_indices, paged_kv_indices)
         last = place(non_blocking, "paged_kv_last_page_len", own.last_page_len, paged_kv_last_page_len)
         batch |= {"last_page_len": last, "block_tables": block_tables}
-        kv_lens = functools.partial(_lengths, paged_kv_indptr, paged_kv_last_page_len, seq_lens, page_size)
-        masks, most = (custom_mask, packed_custom_mask, kv_lens), (max_token_per_sequence, max_sequence_kv)
+        lens = functools.partial(lengths_of, paged_kv_indptr, paged_kv_last_page_len, seq_lens, page_size)
+        masks, most = (custom_mask, packed_custom_mask, lens), (max_token_per_sequence, max_sequence_kv)
         items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
         self._plan_batch(shape, batch, (*tables, seq_lens), masks, items, most, non_blocking)
 
@@ -325,6 +325,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         return_lse: bool = False,
     ) -> Any:
         """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
-        options = scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        options = Scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta).fields()
         self._change(causal=causal, window_left=window_left, **options)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)

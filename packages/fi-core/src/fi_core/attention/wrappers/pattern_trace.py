@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fi_core.attention.reference import attend_request, gather_pages
-from fi_core.attention.wrappers import inputs
+from fi_core.attention.wrappers import inputs, trace
 from fi_core.attention.wrappers.inputs import HEADS, PAGED, attention_work, kept, lengths_of, normal, paged, plain_calls
-from fi_core.attention.wrappers.trace import DECODE, PREFILL, QO_INDPTR, SMALL, TABLE, caches, template
 from fi_core.observe.draw import Draw, nbytes
 from fi_core.observe.trace import Planned, Scalar, Tensor, TraceTemplate, Work, sized, tensors
 from fi_core.utils import ceil_div
@@ -61,7 +60,7 @@ def _work_blocks(x: Mapping[str, Any]) -> Work:
     return Work(4 * pairs * x["q"].shape[1] * x["q"].shape[2], all_keys.bytes)
 
 
-BLOCKS = template(
+BLOCKS = trace.template(
     "gqa_block_sparse",
     {
         **tensors(q="qo_len num_qo_heads head_dim", k="kv_len num_kv_heads head_dim", v="kv_len num_kv_heads head_dim"),
@@ -73,12 +72,12 @@ BLOCKS = template(
     },
     reference=(attend_request, _blocks_reference),
     outputs={"output": Tensor(["qo_len", "num_qo_heads", "head_dim"], dtype_from_scalar="o_data_type", dtype_from="q")},
-    op=PREFILL,
+    op=trace.PREFILL,
     make=_make_blocks,
     plan=inputs.plan,
     samples=(
-        {**SMALL, "qo_len": 70, "kv_len": 96, "block_rows": 16, "block_columns": 8},
-        {**SMALL, "qo_len": 40, "kv_len": 64, "block_rows": 8, "block_columns": 16, "density": 1.0},
+        {**trace.SMALL, "qo_len": 70, "kv_len": 96, "block_rows": 16, "block_columns": 8},
+        {**trace.SMALL, "qo_len": 40, "kv_len": 64, "block_rows": 8, "block_columns": 16, "density": 1.0},
     ),
     work=_work_blocks,
     description="Attention of rows of blocks over the columns of blocks that each of them selects.",
@@ -135,7 +134,7 @@ def _work_head_blocks(x: Mapping[str, Any]) -> Work:
     return Work(4 * pairs * x["q"].shape[2], 2 * nbytes(x["q"], x["k"]))
 
 
-HEAD_BLOCKS = template(
+HEAD_BLOCKS = trace.template(
     "gqa_variable_block_sparse",
     {
         **tensors(q="num_qo_heads qo_len head_dim", k="num_kv_heads kv_len head_dim", v="num_kv_heads kv_len head_dim"),
@@ -145,10 +144,10 @@ HEAD_BLOCKS = template(
         **_SCORES,
     },
     reference=(attend_request, _head_blocks_reference),
-    op=PREFILL,
+    op=trace.PREFILL,
     make=_make_head_blocks,
     plan=_plan_head_blocks,
-    samples=({**SMALL, "qo_len": 70, "kv_len": 100, "block_rows": 16, "block_columns": 24},),
+    samples=({**trace.SMALL, "qo_len": 70, "kv_len": 100, "block_rows": 16, "block_columns": 24},),
     work=_work_head_blocks,
     description="Attention of rows of blocks over the columns of blocks that each kv head selects for them.",
 )
@@ -191,18 +190,18 @@ def _work_prefix(x: Mapping[str, Any]) -> Work:
 
 def _prefix(kind: str, make: Callable[..., dict[str, Any]], samples: Sequence[Mapping[str, Any]]) -> TraceTemplate:
     prefill = kind == "prefill"
-    return template(
+    return trace.template(
         f"gqa_shared_prefix_{kind}",
         {
             **tensors(q="total_q num_qo_heads head_dim", k_shared="num_shared num_kv_heads head_dim"),
             **tensors(v_shared="num_shared num_kv_heads head_dim"),
-            **caches("unique_kv_cache"),
-            **(QO_INDPTR if prefill else {}),
-            **TABLE,
+            **trace.caches("unique_kv_cache"),
+            **(trace.QO_INDPTR if prefill else {}),
+            **trace.TABLE,
             **(_SCORES if prefill else {"sm_scale": Scalar()}),
         },
         reference=(attend_request, gather_pages, _prefix_reference),
-        op=(*(PREFILL if prefill else DECODE), "merge_state", "single_attention"),
+        op=(*(trace.PREFILL if prefill else trace.DECODE), "merge_state", "single_attention"),
         make=make,
         plan=inputs.plan,
         samples=samples,
@@ -214,9 +213,9 @@ def _prefix(kind: str, make: Callable[..., dict[str, Any]], samples: Sequence[Ma
 _SHARED = {"shared_kv_len": 8192, "kv_len": 512, **PAGED}
 _make_decode_prefix = paged(batch_size=64, **_SHARED)(_make_prefix)
 _make_prefill_prefix = paged(batch_size=16, qo_len=512, causal=True, **_SHARED)(_make_prefix)
-DECODE_PREFIX = _prefix("decode", _make_decode_prefix, ({**SMALL, "shared_kv_len": 37, "kv_len": (9, 1, 16)},))
+DECODE_PREFIX = _prefix("decode", _make_decode_prefix, ({**trace.SMALL, "shared_kv_len": 37, "kv_len": (9, 1, 16)},))
 PREFILL_PREFIX = _prefix(
-    "prefill", _make_prefill_prefix, ({**SMALL, "shared_kv_len": 20, "kv_len": (9, 4), "qo_len": (3, 4)},)
+    "prefill", _make_prefill_prefix, ({**trace.SMALL, "shared_kv_len": 20, "kv_len": (9, 4), "qo_len": (3, 4)},)
 )
 
 
@@ -258,21 +257,21 @@ def _work_ranges(x: Mapping[str, Any]) -> Work:
     return inputs.work({**x, "causal": True})
 
 
-RANGES = template(
+RANGES = trace.template(
     "gqa_paged_bidirectional_ranges",
     {
         "q": Tensor(["total_q", "num_qo_heads", "head_dim"]),
-        **caches(),
-        **QO_INDPTR,
-        **TABLE,
+        **trace.caches(),
+        **trace.QO_INDPTR,
+        **trace.TABLE,
         "bidirectional_ranges": Tensor(["total_q", "two"], dtype="int32"),
         "sm_scale": Scalar(),
     },
     reference=(attend_request, gather_pages, _ranges_reference),
-    op=PREFILL,
+    op=trace.PREFILL,
     make=_make_ranges,
     plan=inputs.plan,
-    samples=({**SMALL, "qo_len": (40, 3), "range_len": 8},),
+    samples=({**trace.SMALL, "qo_len": (40, 3), "range_len": 8},),
     work=_work_ranges,
     description="Causal attention whose rows also attend to a range of keys around them.",
 )
@@ -284,8 +283,28 @@ prefill_prefix = plain_calls(PREFILL_PREFIX)
 ranges = plain_calls(
     RANGES, "causal_window_left", "range_window_left", "q_scale", "k_scale", "v_scale", "kv_cache_sf", "return_lse"
 )
-PLANNED_BLOCKS: Planned = kept("indptr", "indices", "R", "C", "sm_scale", "causal", "o_data_type", "covered")
-PLANNED_HEAD_BLOCKS: Planned = kept("block_mask_map", "block_row_sz", "block_col_sz", "sm_scale", "causal", "covered")
-PLANNED_PREFIX: Planned = kept("kv_indptr", "kv_indices", "kv_last_page_len", "sm_scale", "kv_layout")
-PLANNED_PREFILL_PREFIX: Planned = {**PLANNED_PREFIX, **kept("qo_indptr")}
-PLANNED_RANGES: Planned = {**PLANNED_PREFILL_PREFIX, **kept("covered")}
+
+
+def _is_plain(wrapper: Any) -> bool:
+    """Whether the plan of a pattern has neither a mask within blocks nor scales."""
+    plain: bool = trace.SCORES["covered"](wrapper._inner)  # type: ignore[operator]
+    return plain and wrapper._inner._plan.mask is None and all(x is None for x in wrapper._scales.values())
+
+
+PLANNED_HEAD_BLOCKS: Planned = {
+    **kept("block_mask_map", "block_row_sz", "block_col_sz"),
+    **trace.of_inner("_inner", {**trace.SCORES, "causal": "_causal"}),
+}
+PLANNED_BLOCKS: Planned = {
+    **kept("indptr", "indices", "R", "C"),
+    **trace.of_inner("_inner", {**trace.SCORES, "causal": "_causal", "o_data_type": "_cached_o_data_type"}),
+    "covered": _is_plain,
+}
+PLANNED_PREFIX = trace.of_inner("_inner", {**trace.PAGES, **trace.SCORES})
+PLANNED_PREFILL_PREFIX = trace.of_inner("_inner", {**trace.ROWS, **trace.PAGES, **trace.SCORES})
+PLANNED_RANGES: Planned = {
+    **trace.ROWS,
+    **trace.PAGES,
+    **trace.SCORES,
+    "covered": lambda wrapper: not wrapper._plan.soft_cap,
+}

@@ -7,9 +7,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import check_shape, scores, type_fields
 from fi_core.attention.ops.decode import BALANCED
-from fi_core.attention.schedule import split_kv_of
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import PlanError
 
@@ -34,7 +32,14 @@ def owner(int_workspace_buffer: torch.Tensor) -> Any:
     return wrapper
 
 
-class Planner:
+class _Runner:
+    def run(self, wrapper: Any, *args: Any, **options: Any) -> Any:
+        return wrapper.run(*args, **options)
+
+    paged_run = ragged_run = run
+
+
+class Planner(_Runner):
     """`_cached_module` of a prefill wrapper, and of a decode wrapper with use_tensor_cores."""
 
     def plan(
@@ -79,26 +84,15 @@ class Planner:
             The plan info.
         """
         wrapper = owner(int_workspace_buffer)
-        head_dims = {"head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo}
-        wrapper._begin_plan(num_qo_heads, num_kv_heads, page_size, **head_dims)
-        fields = {
-            "num_qo_heads": num_qo_heads,
-            "num_kv_heads": num_kv_heads,
-            "page_size": page_size,
-            "causal": causal,
-            "window_left": window_left,
-            **head_dims,
-        }
+        fields = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "page_size": page_size}
+        fields |= {"head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo}
+        wrapper._begin_plan(**fields)
+        fields |= {"causal": causal, "window_left": window_left}
         tables, split = (qo_indptr, kv_indptr, kv_len_arr), (fixed_split_size, disable_split_kv)
         return wrapper._plan_lengths(fields, tables, total_num_rows, split)  # type: ignore[no-any-return]
 
-    def run(self, wrapper: Any, *args: Any, **options: Any) -> Any:
-        return wrapper.run(*args, **options)
 
-    paged_run = ragged_run = run
-
-
-class DecodePlanner:
+class DecodePlanner(_Runner):
     """`_cached_module` of a decode wrapper without use_tensor_cores; lengths are those of its last_page_len."""
 
     def plan(
@@ -119,38 +113,15 @@ class DecodePlanner:
         empty_q_data: torch.Tensor | None = None,
         empty_kv_data: torch.Tensor | None = None,
     ) -> list[int]:
-        """Plans for the wrapper that owns the int workspace; its page table must be in place.
-
-        Arguments that are not listed are ignored.
-
-        Args:
-            int_workspace_buffer: identifies the wrapper.
-            indptr: int32 `[batch_size + 1]`, offsets of pages, on the host or on the device.
-            num_qo_heads, num_kv_heads, page_size, window_left, logits_soft_cap, head_dim_qk: as in the wrapper's plan.
-
-        Returns:
-            The plan info.
-        """
+        """As `Planner.plan`, with offsets of pages in indptr, and with logits_soft_cap."""
         wrapper = owner(int_workspace_buffer)
         wrapper._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim_qk)
-        plan = wrapper._shaped(
-            wrapper._plan.replace(
-                batch_size=indptr.numel() - 1,
-                num_qo_heads=num_qo_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim_qk,
-                page_size=page_size,
-                q_len=1,
-                window_left=window_left,
-                soft_cap=logits_soft_cap or 0.0,
-                split_kv=BALANCED,
-            )
-        )
+        heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim_qk}
+        batch = {"batch_size": indptr.numel() - 1, "page_size": page_size, "q_len": 1, "split_kv": BALANCED}
+        fields = {**heads, **batch, "window_left": window_left, "soft_cap": logits_soft_cap or 0.0}
+        plan = wrapper._shaped(wrapper._plan.replace(**fields))
         lengths, pages = (indptr, plan.last_page_len, None), plan.page_indices
-        return wrapper._end(plan, lengths, page_indices=pages)  # type: ignore[no-any-return]
-
-    def run(self, wrapper: Any, *args: Any, **options: Any) -> Any:
-        return wrapper.run(*args, **options)
+        return wrapper._end((plan, {}), lengths, {"page_indices": pages})  # type: ignore[no-any-return]
 
 
 PLANNER, DECODE_PLANNER = Planner(), DecodePlanner()
@@ -211,28 +182,21 @@ def fast_decode_plan(
         raise RuntimeError("fast_decode_plan: call plan once before")
     self._forget_plan()
     batch_size, plan = self._check_table(indptr, indices, last_page_len, None), self._plan
-    tables = {name: getattr(plan, name) for name in ("indptr", "page_indices", "last_page_len")}
-    if not self._use_cuda_graph:
-        tables = {"indptr": indptr, "page_indices": indices, "last_page_len": last_page_len}
+    tables = {"indptr": indptr, "page_indices": indices, "last_page_len": last_page_len}
+    if self._use_cuda_graph:
+        tables = {name: getattr(plan, name) for name in tables}
     self._check_q_len(q_len_per_req)
     if q_len_per_req != 1:
         self._check_lengths(indptr, last_page_len, None, page_size, q_len_per_req)
-    plan = plan.replace(
-        batch_size=batch_size,
-        num_qo_heads=num_qo_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        q_len=q_len_per_req,
-        window_left=window_left,
-        window_right=0,
-        **type_fields(q_data_type, kv_data_type, None, data_type),
-        **scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta),
-    )
+    options = (
+        batch_size, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, 0, logits_soft_cap,
+        q_data_type, kv_data_type, None, data_type, sm_scale, rope_scale, rope_theta, fixed_split_size,
+        disable_split_kv, q_len_per_req, None, plan.most_ctas,
+    )  # fmt: skip
     try:
-        check_shape(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
-        plan = self._shaped(plan.replace(split_kv=split_kv_of(fixed_split_size, page_size, disable_split_kv)))
-        self._end(plan, (tables["indptr"], tables["last_page_len"], None), non_blocking, **tables)
+        shape = self._shapes.find(options) or self._new_shape(options)
+        lengths = tables["indptr"], tables["last_page_len"], None
+        self._end(shape, lengths, {"block_tables": plan.block_tables, **tables}, non_blocking)
     except ValueError as error:
         raise PlanError(f"Error in standard plan: {error}") from error
 
@@ -257,16 +221,8 @@ class _MlaPlan:
         head_dim_ckv: int,
         causal: bool,
     ) -> list[int]:
-        """Plans for the wrapper that owns the int workspace; its page table must be in place.
-
-        Args:
-            float_workspace_buffer, pin_memory_int_workspace_buffer, head_dim_ckv: not needed.
-            int_workspace_buffer: identifies the wrapper.
-            qo_indptr, kv_indptr, kv_len_arr: as in `BatchMLAPagedAttentionWrapper.plan`, on the host or on the device.
-            num_heads, causal: likewise.
-
-        Returns:
-            The plan info.
+        """As `Planner.plan`, with qo_indptr, kv_indptr, kv_len_arr, num_heads and causal of
+        `BatchMLAPagedAttentionWrapper.plan`, on the host or on the device.
         """
         wrapper = owner(int_workspace_buffer)
         if not wrapper._was_planned:

@@ -1,4 +1,4 @@
-"""POD attention: one step's prompt and decode batch, at the same time on different SMs (arXiv:2410.18038)."""
+"""POD attention: the prompts and the decode batch of a step, at the same time on different SMs (arXiv:2410.18038)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code, row_elements, score_options, unpack
+from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, Scores, code, last_value, row_elements, unpack
 from fi_core.attention.custom import derived_scalars
-from fi_core.attention.forms.single_prefill import single_prefill_with_kv_cache
+from fi_core.attention.forms.single import single_prefill_with_kv_cache
 from fi_core.attention.forms.tables_prefill import attend_once
 from fi_core.attention.ops.prefill import BATCH_PREFILL
-from fi_core.attention.ops.request import Facts, alignment
+from fi_core.attention.ops.request import alignment, facts_of
 from fi_core.attention.variant import VariantCall
 from fi_core.attention.wrappers import mixed_trace
 from fi_core.attention.wrappers.base import AroundWrapper
 from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
-from fi_core.attention.wrappers.side_by_side import divide, operations, side_by_side
+from fi_core.attention.wrappers.paged import lengths_of as kv_lens_on
+from fi_core.attention.wrappers.side_by_side import divide, halves, lengths_of, operations, side_by_side
 from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import refuse
@@ -30,35 +31,6 @@ if TYPE_CHECKING:
     Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-def _attend(
-    variant: CustomAttention,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    given: Sequence[Any],
-    kv_layout: str,
-    sm_scale: float | None,
-    **options: Any,
-) -> torch.Tensor:
-    """Prefill of one request by a variant. given: its tensors and scalars; options: of `attend_once`."""
-    layout, encoding = code(LAYOUTS, kv_layout, "kv_layout_p"), POS_ENCODINGS["ROPE_LLAMA" if variant.rope else "NONE"]
-    variant.check(q.dtype, k.dtype, variant.dtypes[2], q.shape[-1], v.shape[-1])
-    out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=variant.dtypes[2])
-    choice = planned(
-        BATCH_PREFILL, q.device, variant.backend(q.device),
-        *Facts(
-            q.dtype, k.dtype, out.dtype, q.shape[2], v.shape[2], q.shape[1] // max(1, k.shape[1 - layout]), 0,
-            "ROPE_LLAMA" if variant.rope else "NONE", alignment=alignment(q, k, v, out),
-        ), ahead=False,
-    )  # fmt: skip
-    extras = variant.extras(q, given, {}, derived_scalars(q.shape[2] ** -0.5 if sm_scale is None else sm_scale))
-    attend_once(
-        out, None, q, k, v, layout, 1, pages_per_request=k.shape[layout], pos_encoding=encoding, backend="fa2",
-        variant=VariantCall(variant.on(q.device, choice.implementation), extras), **options,
-    )  # fmt: skip
-    return out
-
-
 def _check_dimensions(**tensors: torch.Tensor) -> None:
     for name, x in tensors.items():
         if x.ndim != 3:
@@ -66,20 +38,27 @@ def _check_dimensions(**tensors: torch.Tensor) -> None:
 
 
 def _attend_request(
-    variant: CustomAttention | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    given: Sequence[Any],
-    options: dict[str, Any],
+    variant: CustomAttention | None, q: Any, k: Any, v: Any, given: Sequence[Any], options: dict[str, Any]
 ) -> Any:
     """Prefill of one request. given: tensors and scalars of a variant; options: of single_prefill_with_kv_cache."""
     if variant is None:
         return single_prefill_with_kv_cache(q, k, v, **options)
     own = {f"{name}_p": options[name] for name in ("kv_cache_sf", "custom_mask", "packed_custom_mask")}
     refuse("pass it to the variant as one of its tensors", **own)
-    used = {name: options[name] for name in ("causal", "window_left", "num_ctas")}
-    return _attend(variant, q, k, v, given, options["kv_layout"], options["sm_scale"], **used)
+    layout, sm_scale = code(LAYOUTS, options["kv_layout"], "kv_layout_p"), options["sm_scale"]
+    encoding = "ROPE_LLAMA" if variant.rope else "NONE"
+    variant.check(q.dtype, k.dtype, variant.dtypes[2], q.shape[-1], v.shape[-1])
+    out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=variant.dtypes[2])
+    more = {"pos_encoding": encoding, "alignment": alignment(q, k, v, out)}
+    facts = facts_of(q, k, v, out.dtype, max(1, k.shape[1 - layout]), 0, **more)
+    choice = planned(BATCH_PREFILL, q.device, variant.backend(q.device), *facts, ahead=False)
+    extras = variant.extras(q, given, {}, derived_scalars(q.shape[2] ** -0.5 if sm_scale is None else sm_scale))
+    attend_once(
+        out, None, q, k, v, layout, 1, pages_per_request=k.shape[layout], pos_encoding=POS_ENCODINGS[encoding],
+        backend="fa2", variant=VariantCall(variant.on(q.device, choice.implementation), extras),
+        **{name: options[name] for name in ("causal", "window_left", "num_ctas")},
+    )  # fmt: skip
+    return out
 
 
 @fi_api
@@ -114,15 +93,10 @@ class PODWithPagedKVCacheWrapper(AroundWrapper):
             from fi_core.attention.custom_modules import pod_variants
 
             self._variant, of_decode = pod_variants(jit_args)
+        buffers = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
+        of_graph = (use_cuda_graph, True, *buffers)
         self._inner = BatchDecodeWithPagedKVCacheWrapper(
-            float_workspace_buffer,
-            kv_layout,
-            use_cuda_graph,
-            True,
-            paged_kv_indptr_buffer,
-            paged_kv_indices_buffer,
-            paged_kv_last_page_len_buffer,
-            jit_args=of_decode,
+            float_workspace_buffer, kv_layout, *of_graph, jit_args=of_decode
         )
 
     @property
@@ -152,18 +126,10 @@ class PODWithPagedKVCacheWrapper(AroundWrapper):
     ) -> None:
         """Plans the decode half of the next `run` calls: `BatchDecodeWithPagedKVCacheWrapper.plan`."""
         shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        options = score_options(pos_encoding_mode, None, sm_scale, rope_scale, rope_theta)
+        options = Scores(pos_encoding_mode, None, sm_scale, rope_scale, rope_theta)._asdict()
         options |= {"q_data_type": q_data_type, "kv_data_type": kv_data_type, "data_type": data_type}
         options |= {"window_left": window_left, "non_blocking": non_blocking}
         self._inner.plan(indptr, indices, last_page_len, *shape, **options)
-        self._described = {
-            "kv_indptr_d": indptr,
-            "kv_indices_d": indices,
-            "last_page_len_d": last_page_len,
-            "sm_scale": head_dim**-0.5 if sm_scale is None else sm_scale,
-            "kv_layout": self._inner._kv_layout,
-            "covered": pos_encoding_mode == "NONE" and window_left < 0 and self._variant is None,
-        }
 
     begin_forward = plan
 
@@ -241,12 +207,8 @@ class PODWithPagedKVCacheWrapper(AroundWrapper):
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         scoring = {"pos_encoding_mode": pos_encoding_mode_p, "sm_scale": sm_scale_p, "window_left": window_left_p}
         scoring |= {"rope_scale": rope_scale_p, "rope_theta": rope_theta_p, "kv_layout": kv_layout_p}
-        prefill_masks: Any = {
-            "custom_mask": custom_mask_p,
-            "packed_custom_mask": packed_custom_mask_p,
-            "causal": causal_p,
-        }
-        options: dict[str, Any] = {**scoring, **prefill_masks, "num_ctas": ctas, "kv_cache_sf": kv_cache_sf_p}
+        of_prefill = {"custom_mask": custom_mask_p, "packed_custom_mask": packed_custom_mask_p, "causal": causal_p}
+        options: dict[str, Any] = {**scoring, **of_prefill, "num_ctas": ctas, "kv_cache_sf": kv_cache_sf_p}
         options |= {} if kv_cache_sf_p is None else scales
         more = {"q_scale": q_scale, **scales, "enable_pdl": enable_pdl, "kv_cache_sf": kv_cache_sf_d}
         decode = functools.partial(self._inner.run, q_d, paged_kv_cache_d, *extra, out=out_d, **more)
@@ -255,3 +217,160 @@ class PODWithPagedKVCacheWrapper(AroundWrapper):
         return out_p, out_d
 
     forward = run
+
+
+@fi_api
+class BatchPODWithPagedKVCacheWrapper:
+    """Prefill of a batch and decode of another one over paged KV caches, in one call (arXiv:2410.18038).
+
+    The results are those of BatchPrefillWithPagedKVCacheWrapper and BatchDecodeWithPagedKVCacheWrapper. On CUDA, if
+    both take long enough, the two kernels run at the same time, each on a part of the SMs.
+
+    Args:
+        float_workspace_buffer, kv_layout: as in these wrappers; the two halves use different parts of the workspace.
+        jit_args: arguments of gen_customize_batch_attention_module, for a variant instead of the built-in attention
+            (not an argument of FlashInfer's class).
+    """
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", jit_args: Sequence[Any] | None = None
+    ) -> None:
+        self._prefill, self._decode = halves(float_workspace_buffer, kv_layout, jit_args)
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return False
+
+    @fi_api
+    def plan(
+        self,
+        qo_indptr_p: torch.Tensor,
+        kv_indptr_p: torch.Tensor,
+        kv_indices_p: torch.Tensor,
+        last_page_len_p: torch.Tensor,
+        qo_indptr_d: torch.Tensor,
+        kv_indptr_d: torch.Tensor,
+        kv_indices_d: torch.Tensor,
+        last_page_len_d: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        q_data_type: torch.dtype | str = "float16",
+        kv_data_type: torch.dtype | str | None = None,
+        data_type: torch.dtype | str | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+    ) -> None:
+        """Plans the next `run` calls. It does not synchronise.
+
+        Args:
+            qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p: tables of the prompts, as in
+                `BatchPrefillWithPagedKVCacheWrapper.plan`.
+            qo_indptr_d: int32 `[decode batch_size + 1]`, 0, 1, 2, ...: one row a request.
+            kv_indptr_d, kv_indices_d, last_page_len_d: tables of the decode batch, as in
+                `BatchDecodeWithPagedKVCacheWrapper.plan`.
+            num_qo_heads, num_kv_heads, head_dim, page_size, and other options: of both.
+        """
+        self._prefill._forget_plan()
+        self._decode._forget_plan()
+        _check_tables(qo_indptr_p, kv_indptr_p, qo_indptr_d, kv_indptr_d)
+        options = Scores(pos_encoding_mode, None, sm_scale, rope_scale, rope_theta)._asdict()
+        options |= {"window_left": window_left, "non_blocking": non_blocking}
+        decode, prefill = self._decode, self._prefill
+        self._indptrs = qo_indptr_p, kv_indptr_p
+        self._lengths = functools.partial(kv_lens_on, kv_indptr_p, last_page_len_p, None, page_size)
+        lengths = lengths_of(qo_indptr_p, kv_indptr_p, kv_indices_p.numel(), page_size)
+        self._operations = functools.partial(operations, num_qo_heads, 2 * head_dim, lengths=lengths)
+        shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        of_decode = {"q_data_type": q_data_type, "kv_data_type": kv_data_type, "data_type": data_type, **options}
+        decode.plan(kv_indptr_d, kv_indices_d, last_page_len_d, *shape, **of_decode)
+        options |= {"q_data_type": decode._cached_q_data_type, "kv_data_type": decode._cached_kv_data_type}
+        # Causal, as prompts are: tiles are sorted for it, and run may be given another mask.
+        prefill.plan(qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p, *shape, causal=True, **options)
+
+    begin_forward = plan
+
+    @fi_api(trace=mixed_trace.batch_pod, planned=mixed_trace.PLANNED_BATCH_POD)
+    @checked
+    def run(
+        self,
+        q_p: torch.Tensor,
+        paged_kv_cache_p: Cache,
+        q_d: torch.Tensor,
+        paged_kv_cache_d: Cache,
+        custom_mask_p: torch.Tensor | None = None,
+        packed_custom_mask_p: torch.Tensor | None = None,
+        causal_p: bool = False,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        return_lse: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        enable_pdl: bool | None = None,
+        *,
+        variant_args: Sequence[Any] = (),
+        kv_cache_sf_p: Any = None,
+        kv_cache_sf_d: Any = None,
+    ) -> Any:
+        """Attention of the planned prompts (`_p`) and of the planned decode batch (`_d`).
+
+        Args:
+            q_p, paged_kv_cache_p, q_d, paged_kv_cache_d: as in the `run` of the two wrappers.
+            custom_mask_p, packed_custom_mask_p: masks of the prompts, as in `BatchPrefillWithPagedKVCacheWrapper.plan`;
+                one of them replaces causal_p. The number of elements is checked if the tables were on the host.
+            causal_p: causal mask of the prompts.
+            q_scale, k_scale, v_scale, enable_pdl: of both, as in these functions.
+            return_lse: also return the lse of both.
+            use_fp16_qk_reduction: without effect; sums are fp32.
+            variant_args: with jit_args, the variant's tensors and scalars in order of declaration.
+            kv_cache_sf_p, kv_cache_sf_d: the scales of NVFP4 caches, as kv_cache_sf of both.
+
+        Returns:
+            (out_p, out_d), or ((out_p, lse_p), (out_d, lse_d)).
+
+        Raises:
+            The errors of the two functions.
+        """
+        import torch
+
+        prefill, decode = self._prefill, self._decode
+        for half in (prefill, decode):
+            if half._plan_info is None:
+                raise half._no_plan()
+        masks = prefill._masks(custom_mask_p, packed_custom_mask_p, self._indptrs, self._lengths, True)
+        pair_p = unpack(paged_kv_cache_p, prefill._kv_layout, "paged_kv_cache_p")
+        pair_d = _, v_d = unpack(paged_kv_cache_d, decode._kv_layout, "paged_kv_cache_d")
+        ctas = divide(decode, v_d, self._operations(bool(causal_p)))
+        prefill._change(causal=bool(causal_p), num_ctas=ctas, **masks)
+        out_d = q_d.new_empty(*q_d.shape[:-1], row_elements(v_d), dtype=decode._cached_o_data_type)
+        lse_d = torch.empty(q_d.shape[:-1], dtype=torch.float32, device=q_d.device) if return_lse else None
+        options: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        options |= {"return_lse": return_lse, "enable_pdl": enable_pdl}
+        found = side_by_side(
+            ctas,
+            decode.device,
+            lambda: prefill.run(q_p, pair_p, *variant_args, kv_cache_sf=kv_cache_sf_p, **options),
+            lambda: decode.run(q_d, pair_d, *variant_args, out=out_d, lse=lse_d, kv_cache_sf=kv_cache_sf_d, **options),
+        )
+        return (found, (out_d, lse_d)) if return_lse else (found, out_d)
+
+    forward = run
+
+
+def _check_tables(
+    qo_indptr_p: torch.Tensor, kv_indptr_p: torch.Tensor, qo_indptr_d: torch.Tensor, kv_indptr_d: torch.Tensor
+) -> None:
+    """Raises ValueError unless these are tables, and each decode request has one row."""
+    for name, table in (("qo_indptr_p", qo_indptr_p), ("kv_indptr_p", kv_indptr_p), ("qo_indptr_d", qo_indptr_d)):
+        last_value(table, name)  # raises unless it is a table
+    if qo_indptr_d.numel() != kv_indptr_d.numel():
+        raise ValueError(
+            f"qo_indptr_d: length {kv_indptr_d.numel()} is required, that of kv_indptr_d; got {qo_indptr_d.numel()}"
+        )
+    if qo_indptr_d.is_cpu and qo_indptr_d.numel() and not (qo_indptr_d.diff() == 1).all():
+        raise ValueError("qo_indptr_d: one row of each decode request is required; pass longer ones as prompts")

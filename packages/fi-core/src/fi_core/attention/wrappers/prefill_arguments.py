@@ -5,18 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import (
-    check_graph_buffer,
-    check_nvfp4,
-    check_shape,
-    encoding,
-    last_value,
-    row_elements,
-    type_fields,
-    unpack,
-)
+from fi_core.attention import contract
 from fi_core.attention.schedule import PrefillPlan
-from fi_core.attention.wrappers.base import check_results
+from fi_core.attention.wrappers.base import check_results, check_types
 from fi_core.attention.wrappers.decode_arguments import options_of_size
 from fi_core.runtime.errors import blame
 
@@ -50,7 +41,7 @@ def lse_shape(lse_layout: str, rows: int, heads: int) -> tuple[int, int]:
 def fixed_batch_size(buffers: Mapping[str, Any]) -> int:
     """The batch size that the buffers of use_cuda_graph fix. Raises ValueError for one that does not fit."""
     for name, buffer in buffers.items():
-        check_graph_buffer(buffer, name)
+        contract.check_graph_buffer(buffer, name)
     rows = len(buffers["qo_indptr_buf"])
     for name, buffer in buffers.items():
         length = rows if name.endswith("indptr_buf") else rows - 1
@@ -75,17 +66,11 @@ def check_call(plan: PrefillPlan, graph: bool, out: Any, lse: Any, q: Any, k: An
     """Raises the error that names the argument of a run that differs from its plan. rest: those of batch_prefill."""
     layout = "HND" if plan.kv_layout else "NHD"
     if v is None:
-        k, v = unpack(k, layout)
-    if q.dtype is not plan.q_dtype:
-        raise ValueError(f"q: q_data_type {plan.q_dtype} was planned; got {q.dtype}")
-    if k.dtype is not plan.kv_dtype or v.dtype is not k.dtype:
-        raise ValueError(
-            f"k and v (paged_kv_cache): kv_data_type {plan.kv_dtype} was planned; got {k.dtype} and {v.dtype}"
-        )
+        k, v = contract.unpack(k, layout)
     *_, scales = rest
-    check_nvfp4(scales, k, "k (paged_kv_cache)")
+    check_types(plan, q, k, v, scales, "k and v (paged_kv_cache)")
     check_rows(plan, graph, q)
-    if row_elements(v) != plan.head_dim_vo:
+    if contract.row_elements(v) != plan.head_dim_vo:
         raise ValueError(f"v: head_dim_vo {plan.head_dim_vo} was planned; got shape {tuple(v.shape)}")
     tokens, heads = k.shape[-3:-1] if plan.kv_layout == 0 else (k.shape[-2], k.shape[-3])
     if plan.page_indices is None and (heads != plan.num_kv_heads or tokens < plan.kv_tokens):
@@ -104,15 +89,11 @@ def check_call(plan: PrefillPlan, graph: bool, out: Any, lse: Any, q: Any, k: An
 def variant_tensors(plan: PrefillPlan, k_scales: Any, v_scales: Any) -> dict[str, Any]:
     """The tensors that a user's variant may declare and that a run does not give."""
     custom = plan.mask if plan.items is None else None
-    return {
-        "maybe_custom_mask": custom,
-        "maybe_mask_indptr": None if custom is None else plan.mask_indptr,
-        "maybe_prefix_len_ptr": plan.prefix_len,
-        "maybe_token_pos_in_items_ptr": None if plan.items is None else plan.items.view(-1),
-        "maybe_max_item_len_ptr": plan.longest_item,
-        "maybe_k_cache_sf": k_scales,
-        "maybe_v_cache_sf": v_scales,
-    }
+    items = None if plan.items is None else plan.items.view(-1)
+    of_items = {"prefix_len_ptr": plan.prefix_len, "max_item_len_ptr": plan.longest_item}
+    masks = {"custom_mask": custom, "mask_indptr": None if custom is None else plan.mask_indptr}
+    found = {**masks, **of_items, "token_pos_in_items_ptr": items, "k_cache_sf": k_scales, "v_cache_sf": v_scales}
+    return {f"maybe_{name}": tensor for name, tensor in found.items()}
 
 
 def batch_of(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, lengths: Mapping[str, Any]) -> tuple[int, int | None]:
@@ -129,7 +110,7 @@ def batch_of(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, lengths: Mapping[
             f"kv_indptr: length {qo_indptr.numel()} is required, that of qo_indptr (batch_size + 1); "
             f"got {kv_indptr.numel()}"
         )
-    batch_size, rows = qo_indptr.numel() - 1, last_value(qo_indptr, "qo_indptr")
+    batch_size, rows = qo_indptr.numel() - 1, contract.last_value(qo_indptr, "qo_indptr")
     for name, table in lengths.items():
         if table is not None and table.numel() != batch_size:
             raise ValueError(f"{name}: length {batch_size} is required, the batch size; got {table.numel()}")
@@ -150,13 +131,8 @@ def items_fields(
     """
     import torch
 
-    fields = {
-        "prefix_len": prefix_len,
-        "items": None,
-        "item_positions": positions,
-        "items_len": length,
-        "longest_item": longest,
-    }
+    fields = {"prefix_len": prefix_len, "items": None, "item_positions": positions}
+    fields |= {"items_len": length, "longest_item": longest}
     if prefix_len is None:
         return fields
     given = 0 if positions is None else positions.numel()
@@ -190,17 +166,12 @@ def plan_of_size(own: PrefillPlan, heads: tuple[int, int], given: dict[str, Any]
         raise TypeError("workspace_size() missing the required argument head_dim_qk")
     dim, page_size = given["head_dim_qk"], given.get("page_size", 1)
     dim_vo = given.get("head_dim_vo", dim)
-    check_shape(*heads, page_size, head_dim_qk=dim, head_dim_vo=dim_vo)
-    plan = own.replace(
-        num_qo_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim_qk=dim,
-        head_dim_vo=dim_vo,
-        page_size=page_size,
-        pos_encoding=encoding(given.get("pos_encoding_mode", "NONE")),
-        soft_cap=given.get("logits_soft_cap", 0.0),
-        splits_kv=not (given.get("disable_split_kv") or given.get("fixed_split_size", 0) > 0),
-        **type_fields(*map(given.get, ("q_data_type", "kv_data_type", "o_data_type"))),
-    )
+    contract.check_shape(*heads, page_size, head_dim_qk=dim, head_dim_vo=dim_vo)
+    fields = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim_qk": dim, "head_dim_vo": dim_vo}
+    fields |= contract.type_fields(*map(given.get, ("q_data_type", "kv_data_type", "o_data_type")))
+    fields |= {"page_size": page_size, "soft_cap": given.get("logits_soft_cap", 0.0)}
+    splits_kv = not (given.get("disable_split_kv") or given.get("fixed_split_size", 0) > 0)
+    encoded = contract.encoding(given.get("pos_encoding_mode", "NONE"))
+    plan = own.replace(pos_encoding=encoded, splits_kv=splits_kv, **fields)
     custom = "custom_mask" in given or "packed_custom_mask" in given
     return plan, "items" if "prefix_len_ptr" in given else "custom" if custom else "plain"

@@ -2,58 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention import mask
-from fi_core.attention.contract import (
-    LAYOUTS,
-    check_backend,
-    check_shape,
-    check_workspace,
-    code,
-    computed,
-    flag,
-    kv_type,
-    last_value,
-    scales_of,
-    scores,
-    type_fields,
-    unpack,
-)
-from fi_core.attention.cudnn import planned as cudnn
+from fi_core.attention import contract, mask
+from fi_core.attention.contract import Scores, computed, flag, scales_of
 from fi_core.attention.ops import prefill as ops
-from fi_core.attention.ops.request import LOAD_BYTES, Facts, alignment, by_variant
+from fi_core.attention.ops.request import LOAD_BYTES, alignment, by_variant
 from fi_core.attention.schedule import PrefillPlan
 from fi_core.attention.wrappers import planners
-from fi_core.attention.wrappers.base import BatchWrapper, float32, run_scales
-from fi_core.attention.wrappers.plan_state import of_plan
-from fi_core.attention.wrappers.prefill_arguments import (
-    BACKENDS,
-    FOREIGN,
-    allowed_for,
-    batch_of,
-    check_call,
-    check_rows,
-    fixed_batch_size,
-    items_fields,
-    log_base,
-    lse_shape,
-    plan_of_size,
-    size_options,
-    variant_tensors,
-)
+from fi_core.attention.wrappers import prefill_arguments as arguments
+from fi_core.attention.wrappers.base import BatchWrapper, explain, float32, of_plan, run_scales
+from fi_core.attention.wrappers.prefill_arguments import BACKENDS, FOREIGN, check_call, check_rows, log_base, lse_shape
 from fi_core.runtime.dispatch import Choice
-from fi_core.runtime.errors import blame
 from fi_core.runtime.resolve.ahead import planned
-from fi_core.utils import PosEncodingMode, check_shape_dtype_device, int32_index
+from fi_core.utils import check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
     import torch
 
-    from fi_core.attention.custom import CustomAttention
 
-_INT_WORKSPACE = 8 << 20  # enough for a million work tiles
 _SIZES = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "causal", "window_left")
 
 _Values = tuple[Any, ...]
@@ -63,7 +32,7 @@ class BatchPrefillPlan(BatchWrapper):
     """The planning half of BatchPrefillWithPagedKVCacheWrapper and BatchPrefillWithRaggedKVCacheWrapper."""
 
     _plan: PrefillPlan
-    _is_dense = False
+    _kind, _backends, _foreign, _is_dense = "prefill", BACKENDS, FOREIGN, False
     _compiled: Mapping[str, Any] = {}  # arguments of plan that the constructor fixes
     plan: Callable[..., None]
     _is_paged: bool
@@ -87,41 +56,24 @@ class BatchPrefillPlan(BatchWrapper):
         jit: tuple[Sequence[Any] | None, Mapping[str, Any] | None],
         variant_owns_mask: bool,
     ) -> None:
-        import torch
-
-        (custom_mask_buf, mask_indptr_buf), (jit_args, jit_kwargs) = mask_buffers, jit
-        check_workspace(float_workspace_buffer, "float_workspace_buffer", contiguous=False)
-        layout = code(LAYOUTS, kv_layout, "kv_layout")
+        (custom_mask_buf, mask_indptr_buf), jit_args = mask_buffers, jit[0]
         if variant_owns_mask and (backend != "fa2" or jit_args is None):
             raise ValueError('variant_owns_mask: requires backend "fa2" and jit_args')
-        check_backend(backend, BACKENDS, FOREIGN)
-        self._variant: CustomAttention | None = None
-        if jit_args is not None or (jit_kwargs is not None and len(jit_kwargs)):
-            from fi_core.attention.custom_modules import customised
-
-            self._variant = customised("prefill", backend, float_workspace_buffer.device, jit_args, jit_kwargs)
+        layout = self._set_up(float_workspace_buffer, kv_layout, backend, use_cuda_graph, jit)
         self._variant_owns_mask = variant_owns_mask
-        self._kv_layout, self._backend = kv_layout, backend
         self._allowed = "fa2" if self._variant is not None else BACKENDS[backend]
-        self._use_cuda_graph = use_cuda_graph
-        self._fixed_batch_size = fixed_batch_size(buffers) if use_cuda_graph else 0
+        self._fixed_batch_size = arguments.fixed_batch_size(buffers) if use_cuda_graph else 0
         indptr = buffers.get("paged_kv_indptr_buf", buffers.get("kv_indptr_buf"))
         masks = {"mask": custom_mask_buf, "mask_indptr": mask_indptr_buf}
         pages, last = buffers.get("paged_kv_indices_buf"), buffers.get("paged_kv_last_page_len_buf")
         tables = {"qo_indptr": buffers.get("qo_indptr_buf"), "indptr": indptr, "page_indices": pages, **masks}
         self._plan = PrefillPlan(kv_layout=layout, backend=self._allowed, last_page_len=last, **tables)
-        if self._use_cuda_graph and custom_mask_buf is not None and mask_indptr_buf is None:
+        if use_cuda_graph and custom_mask_buf is not None and mask_indptr_buf is None:
             raise ValueError("mask_indptr_buf: a tensor is required with custom_mask_buf; got None")
-        self._graph_masks = custom_mask_buf if self._use_cuda_graph else None
+        self._graph_masks = custom_mask_buf if use_cuda_graph else None
         self._max_total_num_rows: int | None = None
-        self._copies = {}
-        self.device = float_workspace_buffer.device
-        self._cudnn = cudnn.PlannedBatch(self._use_cuda_graph) if backend == "cudnn" else None
-        if self._cudnn is not None:
-            cudnn.require(self.device)
         self._most: tuple[int | None, int | None] = None, None  # upper bounds of qo_len and kv_len, if given to plan
-        own = torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self.device)
-        self.reset_workspace_buffer(float_workspace_buffer, own)
+        self._begin(float_workspace_buffer)
 
     def _place(self) -> None:
         import torch
@@ -152,8 +104,8 @@ class BatchPrefillPlan(BatchWrapper):
 
     def _size(self, qo_indptr: torch.Tensor, heads: tuple[int, int], args: Any, options: Any) -> tuple[int, int]:
         """The sizes of both workspaces. heads: of q and kv; args, options: those of `plan` behind them."""
-        given = {**self._compiled, **size_options(self.plan, args, options)}
-        plan, kept = plan_of_size(self._plan, heads, given)
+        given = {**self._compiled, **arguments.size_options(self.plan, args, options)}
+        plan, kept = arguments.plan_of_size(self._plan, heads, given)
         choice, batch_size, rows = self._choose(plan, kept=kept), qo_indptr.numel() - 1, int(qo_indptr[-1])
         tokens = ops.tile_tokens(*heads)
         tiles = (rows // tokens + batch_size) * plan.num_kv_heads if plan.splits_kv else 0
@@ -162,7 +114,7 @@ class BatchPrefillPlan(BatchWrapper):
 
     def _check_batch(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, **lengths: Any) -> dict[str, Any]:
         """Checks the shapes of the tables, and the limits of a CUDA graph. Returns fields of the plan."""
-        batch_size, rows = batch_of(qo_indptr, kv_indptr, lengths)
+        batch_size, rows = arguments.batch_of(qo_indptr, kv_indptr, lengths)
         if self._use_cuda_graph:
             if batch_size != self._fixed_batch_size:
                 raise ValueError(
@@ -177,7 +129,7 @@ class BatchPrefillPlan(BatchWrapper):
                     f"qo_indptr: at most {most} rows, those of the first plan, are allowed with "
                     f"use_cuda_graph; got {rows}"
                 )
-        kv_last = last_value(kv_indptr, "kv_indptr")
+        kv_last = contract.last_value(kv_indptr, "kv_indptr")
         return {"batch_size": batch_size, "rows": rows, "kv_last": kv_last}
 
     def _placed(self, non_blocking: bool, name: str, buffer: torch.Tensor | None, table: torch.Tensor) -> torch.Tensor:
@@ -244,9 +196,9 @@ class BatchPrefillPlan(BatchWrapper):
         found = self._shapes.find(key)
         if found is None:
             sizes, rest = dict(zip(_SIZES, options)), options[len(_SIZES) :]
-            check_shape(options[0], options[1], options[4], head_dim_qk=options[2], head_dim_vo=options[3])
+            contract.check_shape(options[0], options[1], options[4], head_dim_qk=options[2], head_dim_vo=options[3])
             kept = {name: getattr(own, name) for name in ("kv_layout", "backend", "num_ctas", "schedule")}
-            fields = {**kept, **sizes, **scores(*rest[:5]), **type_fields(*rest[5:])}
+            fields = {**kept, **sizes, **Scores(*rest[:5]).fields(), **contract.type_fields(*rest[5:])}
             splits_kv = not (splits[1] or (splits[0] or 0) > 0)
             plan = PrefillPlan(batch_size=batch_size, splits_kv=splits_kv, **fields)
             found = self._shapes.keep(key, plan)
@@ -257,15 +209,11 @@ class BatchPrefillPlan(BatchWrapper):
         choice, heads = self._choose(plan, kept=kept), (plan.num_qo_heads, plan.num_kv_heads)
         memory = self._partials if plan.splits_kv else None
         max_partials = 0 if memory is None else ops.max_partials(choice, len(memory), plan.head_dim_vo)
-        return plan.replace(
-            choice=choice,
-            max_partials=max_partials,
-            partials=memory if max_partials else None,
-            tile_tokens=ops.tile_tokens(*heads, ops.q_tile_rows(choice)),
-            out_dtype=self._out_dtype(plan),
-            short_tile_tokens=ops.short_tile_tokens(choice, *heads, plan.window_left >= 0),
-            scale=plan.wanted_scale,
-        )
+        tiles = {"tile_tokens": ops.tile_tokens(*heads, ops.q_tile_rows(choice))}
+        tiles |= {"short_tile_tokens": ops.short_tile_tokens(choice, *heads, plan.window_left >= 0)}
+        partials = {"max_partials": max_partials, "partials": memory if max_partials else None}
+        own = {"out_dtype": self._out_dtype(plan), "scale": plan.scale_of(plan.head_dim_qk)}
+        return plan.replace(choice=choice, **tiles, **partials, **own)
 
     def _plan_batch(
         self,
@@ -289,12 +237,14 @@ class BatchPrefillPlan(BatchWrapper):
         fields = {**batch, **self._masks(custom, packed, tables[:2], lengths, non_blocking)}
         fields["kv_tokens"] = (batch["kv_last"] or 0) * plan.page_size
         if items[2] or not (items[0] is items[1] is items[3] is None):
-            fields |= items_fields(plan.batch_size, *items, lambda name, x: self._on_device(name, x, non_blocking))
+            fields |= arguments.items_fields(
+                plan.batch_size, *items, lambda name, x: self._on_device(name, x, non_blocking)
+            )
         self._most = most
         kept = "items" if fields.get("items") is not None else "plain" if fields["mask"] is None else "custom"
         if kept not in tiled:
             tiled[kept] = self._tiled(plan, kept)
-        plan = tiled[kept].replace(**fields, backend=allowed_for(kept, self._allowed))
+        plan = tiled[kept].replace(**fields, backend=arguments.allowed_for(kept, self._allowed))
         self._end(plan, (plan.qo_indptr, plan.indptr, plan.last_page_len, tables[2]), non_blocking)
 
     def _end(self, plan: PrefillPlan, tables: tuple[Any, Any, Any, Any], non_blocking: bool) -> list[int]:
@@ -312,8 +262,8 @@ class BatchPrefillPlan(BatchWrapper):
         indptr = self._on_device("planned_kv_indptr", indptr, non_blocking)
         if kv_lens is not None:
             kv_lens, last_page_len = self._on_device("kv_lens", kv_lens, non_blocking), None
-        ops.plan(
-            plan.schedule, plan.batch_size, plan.tile_tokens, qo_indptr, indptr, last_page_len, kv_lens,
+        ops.prefill_plan(
+            plan.schedule, qo_indptr, indptr, last_page_len, kv_lens, plan.batch_size, plan.tile_tokens,
             page_size=plan.page_size, causal=plan.causal, window_left=plan.window_left,
             num_kv_heads=plan.num_kv_heads, short_tile_tokens=plan.short_tile_tokens, max_partials=plan.max_partials,
         )  # fmt: skip
@@ -356,23 +306,17 @@ class BatchPrefillPlan(BatchWrapper):
         if self._call is None:
             plan = self._plan
             choice, out_dtype = self._choose(plan), self._out_dtype(plan)
-            self._set_call(plan.replace(choice=choice, scale=plan.wanted_scale, out_dtype=out_dtype))
+            self._set_call(plan.replace(choice=choice, scale=plan.scale_of(plan.head_dim_qk), out_dtype=out_dtype))
         return self._plan
 
     def _choose(
         self, plan: PrefillPlan, scaled: bool = False, backend: str = "", alignment: int = LOAD_BYTES, kept: str = ""
     ) -> Choice:
         """The choice for runs of a plan. kept: the mask, if the plan does not have it yet."""
-        out_dtype = self._out_dtype(plan)
-        if self._variant is not None:
-            self._variant.check(plan.q_dtype, plan.kv_dtype, out_dtype, plan.head_dim_qk, plan.head_dim_vo)
-        facts = Facts(
-            plan.q_dtype, kv_type(plan.kv_dtype), out_dtype, plan.head_dim_qk, plan.head_dim_vo,
-            plan.num_qo_heads // plan.num_kv_heads, plan.page_size if self._is_paged else 0,
-            PosEncodingMode(plan.pos_encoding).name, kept or plan.kept, self._variant is None and plan.soft_cap > 0.0,
-            scaled, alignment=alignment,
-        )  # fmt: skip
-        backend = backend or allowed_for(kept or plan.kept, self._allowed)
+        dims, page_size = (plan.head_dim_qk, plan.head_dim_vo), plan.page_size if self._is_paged else 0
+        more = {"soft_cap": self._variant is None and plan.soft_cap > 0.0, "scaled": scaled, "alignment": alignment}
+        facts = self._facts(plan, self._out_dtype(plan), dims, page_size, kept or plan.kept, **more)
+        backend = backend or arguments.allowed_for(kept or plan.kept, self._allowed)
         return planned(ops.BATCH_PREFILL, self.device, backend, *facts, ahead=self._variant is None)
 
     def _out_dtype(self, plan: PrefillPlan) -> Any:
@@ -422,7 +366,8 @@ class BatchPrefillPlan(BatchWrapper):
             else:
                 ran = ops.run_planned(call, *values, *tensors)
         except Exception as error:
-            self._explain(error, plan, (out, lse, q, k, v, kv_cache_sf))
+            names = {"k": k, "v": v} if plan.page_indices is None else {"paged_kv_cache": k}
+            explain(error, functools.partial(self._check_call, plan, out, lse, q, k, v, kv_cache_sf), q=q, **names)
             raise
         self.last_choice = ran or self.last_choice
         if written is None:
@@ -433,19 +378,6 @@ class BatchPrefillPlan(BatchWrapper):
             written = written.t().contiguous() if lse is None else lse.copy_(written.t())
         return (out, written) if return_lse else out
 
-    def _explain(self, error: Exception, plan: PrefillPlan, values: tuple[Any, ...]) -> None:
-        """Raises the error that names the argument of a refused run that differs from its plan.
-
-        values: out, lse, q, k, v and kv_cache_sf.
-        """
-        _, _, q, k, v, _ = values
-        try:
-            check_call(plan, self._use_cuda_graph, *values)
-        except (AttributeError, IndexError, RuntimeError) as found:
-            if isinstance(error, (AttributeError, IndexError, RuntimeError)):
-                keys = {"k": k, "v": v} if plan.page_indices is None else {"paged_kv_cache": k}
-                blame(found, q=q, **keys)
-
     def _otherwise(
         self, plan: PrefillPlan, values: _Values, tensors: _Values, args: _Values, scales: _Values
     ) -> Choice | None:
@@ -453,22 +385,15 @@ class BatchPrefillPlan(BatchWrapper):
 
         args: the variant's tensors and scalars; scales: q_scale, k_scale and sinks of run, which it must implement.
         """
-        out, lse, q, k, v, sm_scale, out_scale, sinks, zero_padded_rows, _ = values
-        k, v = (k, v) if v is not None else unpack(k, self._kv_layout)
+        out, lse, q, k, v, *rest, zero_padded_rows, _ = values
+        k, v = (k, v) if v is not None else contract.unpack(k, self._kv_layout)
         check_call(plan, self._use_cuda_graph, out, None, q, k, v, tensors[-1] if tensors else None)
         if self._variant is not None:
             call = self._by_variant(plan, (q, k, v, out), args, scales, tensors)
             return call(*values, *tensors)  # type: ignore[no-any-return]
-        assert self._cudnn is not None
-        *by_head, bmm1, bmm2, _, _ = tensors or (None,) * 7
         if zero_padded_rows:
             out.zero_()
-        choice = self._choose(plan, scaled=bmm1 is not None or any(x is not None for x in by_head))
-        given = (plan.kv_layout, self._float_workspace_buffer, sm_scale, plan.causal)
-        self._cudnn.attend(out, lse, q, k, v, *given, window_left=plan.window_left, sinks=sinks)
-        if out_scale != 1.0 or bmm2 is not None:
-            out.mul_(out_scale if bmm2 is None else bmm2 * out_scale)
-        return choice
+        return self._by_cudnn(plan, (out, lse, q, k, v, *rest), tensors, plan.causal)
 
     def _by_variant(self, plan: PrefillPlan, inputs: _Values, args: _Values, scales: _Values, tensors: _Values) -> Any:
         """The call of a user's variant.
@@ -478,7 +403,7 @@ class BatchPrefillPlan(BatchWrapper):
         """
         assert self._variant is not None
         *_, bmm2, k_scales, v_scales = tensors or (None, None, None)
-        known = variant_tensors(plan, k_scales, v_scales)
+        known = arguments.variant_tensors(plan, k_scales, v_scales)
         encoding = self._variant.encoding(plan)
         # The kernel then applies no mask of its own.
         if self._variant_owns_mask or self._variant.declares("maybe_custom_mask"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import scores
+from fi_core.attention.contract import Scores
 from fi_core.attention.schedule import PrefillPlan
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
@@ -66,16 +66,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         *args: Any,
         **options: Any,
     ) -> tuple[int, int]:
-        """The workspace that a plan needs; changes nothing.
-
-        Args:
-            qo_indptr, kv_indptr, num_qo_heads, num_kv_heads: as in `plan`.
-            args, options: other arguments of `plan` in its order, without non_blocking.
-
-        Returns:
-            (bytes of the float workspace, bytes of the int workspace). With the first every number of splits fits that
-            `plan` may choose; with less it chooses fewer. It is 0 for kernels that do not split KV.
-        """
+        """As `BatchPrefillWithPagedKVCacheWrapper.workspace_size`, with arguments of this `plan`."""
         return self._size(qo_indptr, (num_qo_heads, num_kv_heads), args, options)
 
     @fi_api
@@ -231,7 +222,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         return_lse: bool = False,
     ) -> Any:
         """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
-        options = scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        options = Scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta).fields()
         self._change(causal=causal, window_left=window_left, **options)
         return self.run(q, k, v, return_lse=return_lse)
 

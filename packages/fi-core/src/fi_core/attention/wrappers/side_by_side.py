@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fi_core.attention.contract import check_workspace, row_elements
 from fi_core.attention.ops.decode import MAX_RANGES
+from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
+from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.runtime.machine import multiprocessors_of, target_of
 
 if TYPE_CHECKING:
     import torch
-
-    from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 
 # Times on an H200, by which SMs are divided: bytes that decode reads and operations of prefill, a microsecond; us that
 # prefill takes besides; and the share of the SMs on which decode reads as fast as on all. 60 decode rows at 3k keys,
@@ -24,14 +24,18 @@ _BYTES, _OPERATIONS, _PROLOGUE, _SATURATING = 4.2e6, 690e6, 18.0, 0.64
 _LEAST = 10.0
 
 
-def workspaces(float_workspace_buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The parts of prefill and of decode, which may run at the same time."""
+def halves(
+    float_workspace_buffer: torch.Tensor, kv_layout: str, jit_args: Sequence[Any] | None
+) -> tuple[BatchPrefillWithPagedKVCacheWrapper, BatchDecodeWithPagedKVCacheWrapper]:
+    """A wrapper for prefill and one for decode, each with a part of the workspace, which may run at the same time."""
     import torch
 
     check_workspace(float_workspace_buffer, "float_workspace_buffer")
     room = float_workspace_buffer.view(-1).view(torch.uint8)
     quarter = len(room) // 4 // 256 * 256
-    return room[quarter:], room[:quarter]
+    prefill = BatchPrefillWithPagedKVCacheWrapper(room[quarter:], kv_layout, jit_args=jit_args)
+    options: dict[str, Any] = {"use_tensor_cores": True, "jit_args": jit_args}
+    return prefill, BatchDecodeWithPagedKVCacheWrapper(room[:quarter], kv_layout, **options)
 
 
 def operations(heads: int, dims: int, causal: bool, lengths: list[tuple[float, float]]) -> float:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fi_core.attention.reference import attend_pages, attend_request, gather_pages
 from fi_core.attention.wrappers import inputs
-from fi_core.observe.trace import Planned, Scalar, Tensor, TraceTemplate, axes_of
+from fi_core.observe.trace import Planned, Scalar, Tensor, TraceTemplate, axes_of, dispatcher, tensors
 
 
 def _ragged_reference(k, v, kv_indptr, kv_layout="NHD", **options):  # type: ignore[no-untyped-def]
@@ -101,67 +102,61 @@ def caches(
     }
 
 
-def _outputs(rows: str, with_lse: bool) -> dict[str, Tensor | Scalar]:
-    out = Tensor([rows, "num_qo_heads", "head_dim_vo"], dtype_from_scalar="o_data_type", dtype_from=None)
+_OVER_PAGES = "over a paged KV cache."
+# By kind: the axis of rows, the ops, samples, and the description.
+_KINDS: dict[str, tuple[str, tuple[str, str], Sequence[Mapping[str, Any]], str]] = {
+    "paged_decode": (
+        "num_rows",
+        DECODE,
+        _DECODE_SAMPLES,
+        f"Attention of the last tokens of each request (one, or the same number of each) {_OVER_PAGES}",
+    ),
+    "paged_prefill": (
+        "total_q",
+        PREFILL,
+        _PAGED_SAMPLES,
+        f"Attention of the tokens of each request, its last ones, {_OVER_PAGES}",
+    ),
+    "ragged_prefill": (
+        "total_q",
+        PREFILL,
+        _PREFILL_SAMPLES,
+        "Attention of the tokens of each request, its last ones, over keys that follow each other.",
+    ),
+}
+
+
+def _batch_template(kind: str, layout: str, with_lse: bool) -> TraceTemplate:
+    rows, op, samples, description = _KINDS[kind]
+    is_paged, of_prefill = kind != "ragged_prefill", op is PREFILL
+    tokens = "total_kv num_kv_heads" if layout == "NHD" else "num_kv_heads total_kv"
+    keys: Mapping[str, Any] = tensors(k=f"{tokens} head_dim", v=f"{tokens} head_dim_vo")
+    tables = {**TABLE, "seq_lens": table("seq_lens", "batch_size", optional=True)}
     lse = Tensor([rows, "num_qo_heads"], dtype="float32", description="Base 2; the reference always returns it.")
-    return {"output": out, "lse": lse} if with_lse else {"output": out}
-
-
-def _paged_template(kind: str, layout: str, with_lse: bool) -> TraceTemplate:
-    decode = kind == "decode"
-    rows, whose = ("num_rows", "one, or the same number of each") if decode else ("total_q", "its last ones")
+    out = Tensor([rows, "num_qo_heads", "head_dim_vo"], dtype_from_scalar="o_data_type", dtype_from=None)
     return template(
-        f"gqa_paged_{kind}",
+        f"gqa_{kind}",
         {
             "q": Tensor([rows, "num_qo_heads", "head_dim"]),
-            **caches(layout=layout, dim_vo="head_dim_vo"),
-            **({} if decode else QO_INDPTR),
-            **TABLE,
-            "seq_lens": table("seq_lens", "batch_size", optional=True),
+            **(caches(layout=layout, dim_vo="head_dim_vo") if is_paged else keys),
+            **(QO_INDPTR if of_prefill else {}),
+            **(tables if is_paged else {"kv_indptr": TABLE["kv_indptr"]}),
             **_OPTIONS,
-            **({} if decode else {"causal": CAUSAL}),
+            **({"causal": CAUSAL} if of_prefill else {}),
             **_RUN_OPTIONS,
             "kv_layout": LAYOUT,
         },
-        outputs=_outputs(rows, with_lse),
-        constraints=("len_indptr == batch_size + 1",),
-        op=DECODE if decode else PREFILL,
-        make=inputs.make_batch("decode" if decode else "paged", layout, with_lse),
+        *(() if is_paged else (_ragged_reference,)),
+        outputs={"output": out, "lse": lse} if with_lse else {"output": out},
+        constraints=("len_indptr == batch_size + 1",) if is_paged else None,
+        op=op,
+        make=inputs.make_batch(kind, layout, with_lse),
         plan=inputs.plan,
-        samples=_DECODE_SAMPLES if decode else _PAGED_SAMPLES,
+        samples=samples,
         work=inputs.work,
         tags=(f"kv_layout:{layout}",),
-        description=f"Attention of the last tokens of each request ({whose}) over a paged KV cache."
-        if decode
-        else f"Attention of the tokens of each request, {whose}, over a paged KV cache.",
-    )
-
-
-def _ragged_template(layout: str, with_lse: bool) -> TraceTemplate:
-    tokens = ["total_kv", "num_kv_heads"] if layout == "NHD" else ["num_kv_heads", "total_kv"]
-    return template(
-        "gqa_ragged_prefill",
-        {
-            "q": Tensor(["total_q", "num_qo_heads", "head_dim"]),
-            "k": Tensor([*tokens, "head_dim"]),
-            "v": Tensor([*tokens, "head_dim_vo"]),
-            **QO_INDPTR,
-            "kv_indptr": TABLE["kv_indptr"],
-            **_OPTIONS,
-            "causal": CAUSAL,
-            **_RUN_OPTIONS,
-            "kv_layout": LAYOUT,
-        },
-        _ragged_reference,
-        outputs=_outputs("total_q", with_lse),
-        op=PREFILL,
-        make=inputs.make_batch("ragged", layout, with_lse),
-        plan=inputs.plan,
-        samples=_PREFILL_SAMPLES,
-        work=inputs.work,
-        tags=(f"kv_layout:{layout}",),
-        others=("o_scale",),
-        description="Attention of the tokens of each request, its last ones, over keys that follow each other.",
+        others=() if is_paged else ("o_scale",),
+        description=description,
     )
 
 
@@ -207,10 +202,23 @@ def _scale(wrapper: Any) -> float:
     return float(head_dim**-0.5 if wrapper._sm_scale is None else wrapper._sm_scale)
 
 
-def _has_mask(wrapper: Any) -> bool:
-    return wrapper._plan.kept != "plain"  # type: ignore[no-any-return]
+def _is_plain(wrapper: Any) -> bool:
+    """Whether a plan has no option of the scores that references without options leave out."""
+    plan = wrapper._plan
+    return not plan.pos_encoding and plan.window_left < 0 and not plan.soft_cap and wrapper._variant is None
 
 
+def of_inner(inner: str, held: Planned, suffix: str = "") -> Planned:
+    """What the wrapper holds that is this attribute of another one. suffix: of the names."""
+
+    def reader(read: str | Callable[[Any], Any]) -> Callable[[Any], Any]:
+        find = operator.attrgetter(read) if isinstance(read, str) else read
+        return lambda wrapper: find(getattr(wrapper, inner))
+
+    return {f"{name}{suffix}": reader(read) for name, read in held.items()}
+
+
+SCORES: Planned = {"sm_scale": _scale, "kv_layout": "_kv_layout", "covered": _is_plain}
 _PLANNED: Planned = {
     "kv_layout": "_kv_layout",
     "sm_scale": _scale,
@@ -219,27 +227,28 @@ _PLANNED: Planned = {
     "pos_encoding_mode": "_pos_encoding_mode",
     "variant": "_variant",
 }
-_PAGES: Planned = {
+PAGES: Planned = {
     "kv_indptr": "_paged_kv_indptr_buf",
     "kv_indices": "_paged_kv_indices_buf",
     "kv_last_page_len": "_paged_kv_last_page_len_buf",
 }
 PLANNED_DECODE: Planned = {
     **_PLANNED,
-    **_PAGES,
+    **PAGES,
     "seq_lens": lambda wrapper: wrapper._plan.lengths[2],
     "has_mask": lambda wrapper: wrapper._plan.mask is not None,
     "q_len_per_req": "_q_len_per_req",
     "o_data_type": "_cached_o_data_type",
 }
+ROWS: Planned = {"qo_indptr": "_qo_indptr_buf"}
 _PREFILL: Planned = {
     **_PLANNED,
-    "qo_indptr": "_qo_indptr_buf",
+    **ROWS,
     "causal": "_causal",
-    "has_mask": _has_mask,
+    "has_mask": lambda wrapper: wrapper._plan.kept != "plain",
     "o_data_type": lambda wrapper: wrapper._plan.out_dtype,
 }
-PLANNED_PAGED: Planned = {**_PREFILL, **_PAGES, "seq_lens": "_kv_lens_buffer"}
+PLANNED_PAGED: Planned = {**_PREFILL, **PAGES, "seq_lens": "_kv_lens_buffer"}
 PLANNED_RAGGED: Planned = {**_PREFILL, "kv_indptr": "_kv_indptr_buf", "sinks": "_sinks"}
 
 
@@ -247,16 +256,8 @@ def _of_levels(attribute: str) -> Callable[[Any], Any]:
     return lambda wrapper: tuple(getattr(level, attribute) for level in wrapper._planned_levels)
 
 
-def _of_last(held: str | Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def read(wrapper: Any) -> Any:
-        last = wrapper._batch_prefill_wrappers[-1]
-        return getattr(last, held) if isinstance(held, str) else held(last)
-
-    return read
-
-
 PLANNED_CASCADE: Planned = {
-    **{name: _of_last(held) for name, held in {**_PLANNED, "causal": "_causal"}.items()},
+    **of_inner("_last", {**_PLANNED, "causal": "_causal"}),
     "qo_indptr_arr": _of_levels("_qo_indptr_buf"),
     "paged_kv_indptr_arr": _of_levels("_paged_kv_indptr_buf"),
     "paged_kv_indices_arr": _of_levels("_paged_kv_indices_buf"),
@@ -267,16 +268,13 @@ PLANNED_CASCADE: Planned = {
 # Selects the template of a call; None for options that no reference covers and for caches without a page axis.
 
 
+_USUAL = {"pos_encoding_mode": "NONE", "lse_base": "log2", "lse_layout": "NH"}
+
+
 def _is_covered(arguments: dict[str, Any]) -> bool:
-    plain = arguments.get("pos_encoding_mode", "NONE") == "NONE" and arguments.get("lse_base", "log2") == "log2"
-    return (
-        plain
-        and arguments.get("lse_layout", "NH") == "NH"
-        and arguments.get("variant") is None
-        and arguments.get("kv_cache_sf") is None
-        and not arguments.get("args")
-        and not arguments.get("has_mask")
-    )
+    given = arguments.get("variant") is not None or arguments.get("kv_cache_sf") is not None
+    more = given or arguments.get("args") or arguments.get("has_mask")
+    return not more and all(arguments.get(name, usual) == usual for name, usual in _USUAL.items())
 
 
 def _has_page_axis(arguments: dict[str, Any]) -> bool:
@@ -284,27 +282,26 @@ def _has_page_axis(arguments: dict[str, Any]) -> bool:
     return len(cache[0].shape if isinstance(cache, (tuple, list)) else cache.shape[1:]) == 4
 
 
-def _select(templates: dict[tuple[str, bool], TraceTemplate], is_paged: bool) -> Any:
-    def select(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
-        if not _is_covered(arguments) or (is_paged and not _has_page_axis(arguments)):
+def _select(kind: str) -> Any:
+    forms = [(layout, with_lse) for layout in ("NHD", "HND") for with_lse in (False, True)]
+    templates = {form: _batch_template(kind, *form) for form in forms}
+
+    def choose(arguments: dict[str, Any]) -> TraceTemplate | None:
+        if not _is_covered(arguments) or (kind != "ragged_prefill" and not _has_page_axis(arguments)):
             return None
         return templates[arguments.get("kv_layout", "NHD"), bool(arguments.get("return_lse", False))]
 
-    select.templates = tuple(templates.values())  # type: ignore[attr-defined]
-    return select
+    return dispatcher(templates.values(), choose)
 
 
-_KINDS = [(layout, with_lse) for layout in ("NHD", "HND") for with_lse in (False, True)]
-paged_decode = _select({kind: _paged_template("decode", *kind) for kind in _KINDS}, True)
-paged_prefill = _select({kind: _paged_template("prefill", *kind) for kind in _KINDS}, True)
-ragged_prefill = _select({kind: _ragged_template(*kind) for kind in _KINDS}, False)
+paged_decode, paged_prefill, ragged_prefill = map(_select, _KINDS)
 
 
-def cascade(save_dir: Any = None, name: str | None = None, **arguments: Any) -> TraceTemplate | None:
+def _cascade(arguments: dict[str, Any]) -> TraceTemplate | None:
     """The template of a cascade with the number of levels of the call."""
     if not _is_covered(arguments) or not _has_page_axis(arguments):
         return None
     return _cascade_template(arguments.get("kv_layout", "NHD"), len(arguments["qo_indptr_arr"]))
 
 
-cascade.templates = tuple(_cascade_template(layout, inputs.CASCADE_LEVELS) for layout in ("NHD", "HND"))  # type: ignore[attr-defined]
+cascade = dispatcher([_cascade_template(layout, inputs.CASCADE_LEVELS) for layout in ("NHD", "HND")], _cascade)

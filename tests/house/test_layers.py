@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("green_ctx",),
     ("observe", "api_logging", "testing", "jit.base", "jit.core", "jit.env", "jit.custom"),
     FAMILIES,
-    ("logits_processor", "topk_varlen"),
+    ("attn_scores", "dsa_indexer", "logits_processor", "topk_varlen"),
     (
         "attention.contract",
         "attention.mask",

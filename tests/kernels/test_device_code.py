@@ -57,6 +57,7 @@ NARROW = {
     "moe_gather": r"_[12]x1",
     "moe_route": r"",
     "moe_sort": r"",
+    "mqa_logits": r"",
     "merge_states": r"_1_wide_4",
     "packbits": r"_bytes",
     "rope": r"_1",

@@ -24,6 +24,12 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "autotuner": ("MeasurementPolicy", "autotune", "autotune_v2", "autotune_v2_reload"),
     "observe.trace": ("fi_trace",),
     "registry": ("loaded_kernels", "supports"),
+    "attn_scores": (
+        "compute_paged_mqa_logits_schedule",
+        "fp8_paged_mqa_logits",
+        "min_block_table_width",
+        "padded_seq_len",
+    ),
     "ahead": ("prepare",),
     "runtime.invariance": ("batch_invariant",),
     "decode": (

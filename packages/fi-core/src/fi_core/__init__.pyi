@@ -5,6 +5,7 @@ from fi_core import ahead as ahead
 from fi_core import aot as aot
 from fi_core import api_logging as api_logging
 from fi_core import attention as attention
+from fi_core import attn_scores as attn_scores
 from fi_core import autotuner as autotuner
 from fi_core import cascade as cascade
 from fi_core import cli as cli
@@ -16,6 +17,7 @@ from fi_core import concat_ops as concat_ops
 from fi_core import cudnn as cudnn
 from fi_core import decode as decode
 from fi_core import deep_gemm as deep_gemm
+from fi_core import dsa_indexer as dsa_indexer
 from fi_core import errors as errors
 from fi_core import fp4_quantization as fp4_quantization
 from fi_core import fp8_quantization as fp8_quantization
@@ -26,6 +28,7 @@ from fi_core import gdn_prefill as gdn_prefill
 from fi_core import gemm as gemm
 from fi_core import green_ctx as green_ctx
 from fi_core import grouped_mm as grouped_mm
+from fi_core import indexer as indexer
 from fi_core import integrations as integrations
 from fi_core import jit as jit
 from fi_core import linear_attention as linear_attention
@@ -56,6 +59,12 @@ from fi_core import utils as utils
 from fi_core import verify as verify
 from fi_core.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from fi_core.ahead import prepare
+from fi_core.attn_scores import (
+    compute_paged_mqa_logits_schedule,
+    fp8_paged_mqa_logits,
+    min_block_table_width,
+    padded_seq_len,
+)
 from fi_core.autotuner import MeasurementPolicy, autotune, autotune_v2, autotune_v2_reload
 from fi_core.cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
@@ -262,6 +271,7 @@ __all__ = [
     "cake_top_k_top_p_sampling_from_probs",
     "chain_speculative_sampling",
     "chunk_gated_delta_rule",
+    "compute_paged_mqa_logits_schedule",
     "concat_mla_k",
     "cudnn_batch_decode_with_kv_cache",
     "cute_dsl_fused_moe_bf16",
@@ -270,6 +280,7 @@ __all__ = [
     "fast_decode_plan",
     "fi_trace",
     "fp4_quantize",
+    "fp8_paged_mqa_logits",
     "fused_add_rmsnorm",
     "fused_add_rmsnorm_fp8_block_quant",
     "fused_add_rmsnorm_quant",
@@ -297,6 +308,7 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "min_block_table_width",
     "min_p_sampling_from_probs",
     "mm_bf16",
     "mm_bf16_fp4",
@@ -319,6 +331,7 @@ __all__ = [
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "nvfp4_quantize_append_paged_mla_kv_cache",
     "packbits",
+    "padded_seq_len",
     "per_token_group_quant_8bit",
     "prepare",
     "prepare_bf16_fp4_weights",

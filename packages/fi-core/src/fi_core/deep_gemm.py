@@ -1,4 +1,4 @@
-"""DeepGEMM's names for grouped fp8 products with a scale for every 128 values of k."""
+"""DeepGEMM's names for grouped fp8 products with a scale for every 128 values of k, and for logits of an indexer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ from typing import TYPE_CHECKING
 
 from fi_core.gemm.backends import takes_backends
 from fi_core.gemm.groupwise import batch_deepgemm_fp8_nt_groupwise, group_deepgemm_fp8_nt_groupwise
+from fi_core.indexer import fp8_mqa_logits, fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
 
 if TYPE_CHECKING:
     import torch
 
     Scaled = tuple[torch.Tensor, torch.Tensor]  # values and scales
+
+__all__ = [
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
+    "get_paged_mqa_logits_metadata",
+    "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_masked",
+]
 
 
 @takes_backends()

@@ -43,6 +43,7 @@ _TEMPLATES = (
     "topk",
 )
 RENAMED = {
+    "attn_scores.attn_scores": "attn_scores",
     "autotuner.autotuner": "compat.autotuner",
     "fi_trace": "observe.trace",
     "jit.attention.modules": "jit.attention",

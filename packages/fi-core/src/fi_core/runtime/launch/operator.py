@@ -211,7 +211,8 @@ class Operator:
     def _rehearsed(self, shown: Rehearsal, device: Any, values: tuple[Any, ...]) -> Choice | None:
         """Computes the launches of a call, which does not run."""
         if not shown.has_launcher(self.op):
-            return shown.calls.append((self.op, None))
+            shown.calls.append((self.op, None))
+            return None
         choice, _ = self._choose(self.request(device, *values), device)
         is_cuda = shown.target.kind == "cuda"
         told = rehearse(choice.spec, shown.multiprocessors, shown.shared_limit).run(*values) if is_cuda else None

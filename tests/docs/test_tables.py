@@ -120,6 +120,7 @@ COMPLETE: dict[tuple[str, str], Callable[[Table], tuple[set[Any], set[Any]]]] = 
     ("docs/guides/install.md", "goal"): extras,
     ("CONTRIBUTING.md", "session"): lambda table: (quoted(table.column("session")), set(sessions())),
     ("benchmarks/README.md", "file"): files_beside,
+    ("docs/concepts/batch-invariance.md", "op"): lambda table: (quoted(table.column("op")), set(ops())),
     ("docs/concepts/security.md", "problem"): lambda table: (
         quoted(table.column("problem")),
         constants([SRC / "fi-core/src/fi_core/verify.py"], _problem),

@@ -9,6 +9,7 @@ from fi_core.linear_attention.ops import CHUNK_MATRIX
 from fi_core.linear_attention.ops import chunk_gated_delta_rule as _chunk
 from fi_core.linear_attention.trace import prefill
 from fi_core.observe.log import fi_api
+from fi_core.runtime.invariance import is_on
 from fi_core.runtime.machine import multiprocessors_of, rehearsal
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def chunk_gated_delta_rule(
     segment_tokens, workspace = 0, None
     more: dict[str, Any] = {} if output_state_indices is None else {"output_state_indices": output_state_indices}
     if q.is_cuda or rehearsal():
-        splits = use_cp is True or (bool(use_cp) and not more)
+        splits = not is_on() and (use_cp is True or (bool(use_cp) and not more))
         facts = (tokens, heads, dim, sequences, splits, _cp_chunk_len, g is not None and g.ndim == 3)
         segment_tokens, size = _sizes_on(q.get_device(), *facts) if q.is_cuda else _sizes(multiprocessors_of(0), *facts)
         workspace = q.new_empty(size // 2)  # elements of 2 bytes: another dtype is slower

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fi_core.attention.contract import pages_of_chunk
 from fi_core.attention.ops import decode as ops
 from fi_core.runtime.dispatch import Choice
+from fi_core.runtime.invariance import is_on
 from fi_core.utils import round_up
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def split_kv_of(fixed_split_size: int | None, page_size: int, disable_split_kv: 
     pages = pages_of_chunk(fixed_split_size)
     if disable_split_kv:
         return ops.NO_SPLIT
-    return ops.BALANCED if pages is None else ops.kv_chunk_tiles(pages * page_size)
+    tokens = ops.INVARIANT_TOKENS * is_on() if pages is None else pages * page_size
+    return ops.kv_chunk_tiles(tokens) if tokens else ops.BALANCED
 
 
 class Plan:

@@ -9,7 +9,7 @@ from fi_core.fused_moe import moe_few_tokens
 from fi_core.fused_moe.ops import MXFP4
 from fi_core.quantization.layout import SfLayout
 from fi_core.runtime.resolve.ahead import composition
-from fi_core.runtime.spec.constraint import Constraint, Rule, exactly
+from fi_core.runtime.spec.constraint import VARIES, Constraint, Rule, exactly
 from fi_core.runtime.spec.op import Field, Implementation, Op
 from fi_core.tllm_enums import ActivationType
 
@@ -65,6 +65,7 @@ _MULTIPLES = Rule(
 )
 _STREAMED: tuple[Constraint | Rule, ...] = (
     *exactly(90),
+    *VARIES,
     Constraint("weights", "in", tuple(_MOST_STREAMED)),
     Rule(("x", "dtype"), "tokens of the dtype of sums", lambda x, dtype: x == dtype),
     Rule(("x", "bias"), "no bias or one of the tokens' dtype", lambda x, bias: bias in (None, x)),
@@ -78,6 +79,7 @@ _STREAMED: tuple[Constraint | Rule, ...] = (
 )
 _FEW: tuple[Constraint | Rule, ...] = (
     *exactly(90),
+    *VARIES,
     Constraint("weights", "in", tuple(_MOST_FEW)),
     Constraint("activation", "in", moe_few_tokens.ACTIVATIONS),
     Constraint("slots_in_order", "==", True),
@@ -171,9 +173,9 @@ MOE_LAYER = Op(
             _GATED,
             preferred=(
                 Rule(
-                    ("mean_rows",),
+                    ("mean_rows", "batch_invariant"),
                     f"{_LEAST_GATED} rows of an expert on average",
-                    lambda rows: rows >= _LEAST_GATED,
+                    lambda rows, batch_invariant: batch_invariant or rows >= _LEAST_GATED,
                 ),
             ),
         ),

@@ -77,7 +77,13 @@ MULTIPLY_FEW_BITS = Op(
                 Constraint("row_bytes", "multiple of", _COPY_BYTES),
                 Constraint("alignment", ">=", _COPY_BYTES),
             ),
-            preferred=(Constraint("m", "<=", FEW_TOKENS),),
+            preferred=(
+                Rule(
+                    ("m", "batch_invariant"),
+                    f"m <= {FEW_TOKENS}",
+                    lambda m, batch_invariant: batch_invariant or m <= FEW_TOKENS,
+                ),
+            ),
         ),
         Implementation("gemm", ()),
     ),

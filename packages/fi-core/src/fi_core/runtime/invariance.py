@@ -20,6 +20,12 @@ def is_on() -> bool:
     return word.value != 0
 
 
+def check_plan(splits_by_batch: bool) -> None:
+    """Raises ValueError if a plan whose result must not follow the batch splits its work by the batch."""
+    if splits_by_batch and is_on():
+        raise ValueError("run: inside of fi_core.batch_invariant() a plan that was made inside is required: call plan")
+
+
 def follow(module: Any) -> None:
     """Tells a host module where the word lies."""
     if module.implements_function("follow"):

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fi_core.runtime.invariance import is_on
 from fi_core.runtime.spec.dtype import short_name
 from fi_core.utils import get_default_generators
 
@@ -203,6 +204,11 @@ def randomness(
     They are two numbers and two tensors; where tensors are given, the numbers are 0. Under capture of a CUDA graph the
     generator gives a seed on the device, and advances by 4.
     """
+    if is_on() and batch > 1 and [getattr(x, "shape", None) for x in (seed, offset)] != [(batch,), (batch,)]:
+        raise ValueError(
+            f"seed and offset: inside of fi_core.batch_invariant() tensors [{batch}] are required, a number for each "
+            "row: with one number the draw of a row depends on its position"
+        )
     if type(seed) is int and type(offset) is int and 0 <= seed <= _MAX_SIGNED and 0 <= offset <= _MAX_SIGNED:
         return seed, offset, None, None
     if seed is None and offset is None:

@@ -14,6 +14,7 @@ from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import facts_of
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import unsupported
+from fi_core.runtime.invariance import is_on
 from fi_core.runtime.returns import with_lse
 from fi_core.utils import ceil_div, check_shape_dtype_device, int32_index
 
@@ -119,7 +120,7 @@ def _attend_ragged(c: _Call, qo_indptr: torch.Tensor, most: int | None, name: st
     batch_size, rows = c.block_tables.shape[0], (most or 0) * (q.shape[1] // max(1, kv_heads))
     # With disable_split_kv results must not depend on the number of requests.
     one_wave = not c.disable_split_kv and batch_size * kv_heads * ceil_div(rows, ops.Q_TILE) <= _ONE_WAVE
-    few = rows <= ops.Q_TILE or one_wave
+    few = not is_on() and (rows <= ops.Q_TILE or one_wave)
     # Prefill refuses tables that do not fit each other.
     if most and qo_indptr.shape[0] == batch_size + 1 and (few if mask is None else rows <= _MOST_MASKED):
         _attend(c, most, qo_indptr)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fi_core.attention.contract import check_workspace, flat_tables, number, results
 from fi_core.attention.ops import mla as ops
 from fi_core.observe.log import fi_api
+from fi_core.runtime.invariance import is_on
 from fi_core.runtime.returns import with_lse
 from fi_core.utils import round_up
 
@@ -308,6 +309,6 @@ def _plan(
     ops.mla_plan(
         schedule, tables.lengths, cache.ckv.shape[1], heads, size.max_ranges, size.narrow_ranges, size.wide_ranges,
         ops.NARROW_ROWS, ops.WIDE_ROWS * size.cluster, qo_indptr=tables.indptr, pages_per_request=tables.width,
-        qo_len=tables.q_len, context_lens=context, batch_size=batch_size,
+        qo_len=tables.q_len, context_lens=context, batch_size=batch_size, split_kv=not is_on(),
     )  # fmt: skip
     return size, schedule, partials

@@ -13,6 +13,7 @@ from fi_core.attention.ops.request import Facts
 from fi_core.attention.schedule import carve
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
+from fi_core.runtime.invariance import is_on
 from fi_core.runtime.resolve.ahead import planned
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def step_of(
     import torch
 
     choice = planned(ops.BATCH_DECODE, pages.device, "auto", *facts, 1, ahead=False)
-    batch_size, split_kv = len(seq_lens), ops.NO_SPLIT if disable_split_kv else ops.BALANCED
+    batch_size, split_kv = len(seq_lens), ops.NO_SPLIT if disable_split_kv or is_on() else ops.BALANCED
     of_tile = 1 if is_ragged else ops.heads_per_tile(choice, batch_size, *heads, q_len, split_kv)
     traced = torch.compiler.is_compiling()  # which knows no addresses
     places = (0, 0) if traced else (pages.data_ptr(), seq_lens.data_ptr())

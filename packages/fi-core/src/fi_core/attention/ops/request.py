@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.attention.contract import kv_type, row_elements
-from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least
+from fi_core.runtime.spec.constraint import ON_CPU, VARIES, Constraint, Rule, at_least
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 from fi_core.utils import PosEncodingMode
@@ -109,6 +109,7 @@ def element_bytes(dtype: str) -> int:
 
 # Constraints of cuDNN's kernels; cuDNN itself refuses further requests, with its own error.
 CUDNN = (
+    *VARIES,
     Constraint("device", "==", "cuda"),
     Constraint("q", "in", ("f16", "bf16")),
     Rule(("q", "kv", "out"), "kv and output of q's dtype", lambda q, kv, out: q == kv == out),

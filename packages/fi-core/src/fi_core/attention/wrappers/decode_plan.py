@@ -17,6 +17,7 @@ from fi_core.attention.wrappers.decode_arguments import BACKENDS, FOREIGN
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.errors import blame, unsupported
+from fi_core.runtime.invariance import check_plan, is_on
 from fi_core.runtime.resolve.ahead import planned
 from fi_core.utils import _get_range_buf, constants, int32_index
 
@@ -42,6 +43,7 @@ def check_call(plan: DecodePlan, out: Any, lse: Any, q: Any, k: Any, v: Any, *re
             f"got shape {tuple(k.shape)} ({'HND' if plan.kv_layout else 'NHD'})"
         )
     check_results(q, (*plan.q_shape[:2], contract.row_elements(v)), plan.o_dtype, out, lse)
+    check_plan(plan.split_kv == ops.BALANCED)
 
 
 class BatchDecodePlan(BatchWrapper):
@@ -228,7 +230,7 @@ class BatchDecodePlan(BatchWrapper):
         options = (
             batch_size, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, window_right,
             logits_soft_cap, q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta,
-            fixed_split_size, disable_split_kv, q_len_per_req, is_causal, own.most_ctas,
+            fixed_split_size, disable_split_kv, q_len_per_req, is_causal, own.most_ctas, is_on(),
         )  # fmt: skip
         shape = self._shapes.find(options) or self._new_shape(options)
         if q_len_per_req != 1:
@@ -250,7 +252,7 @@ class BatchDecodePlan(BatchWrapper):
         (
             batch_size, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding, window_left, window_right,
             soft_cap, q_dtype, kv_dtype, o_dtype, dtype, *scales, fixed_split_size, disable_split_kv, q_len, is_causal,
-            most_ctas,
+            most_ctas, _,
         ) = options  # fmt: skip
         contract.check_shape(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim)
         if type(window_right) is not int or window_right < -1:

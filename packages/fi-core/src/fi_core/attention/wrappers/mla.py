@@ -24,6 +24,7 @@ from fi_core.attention.wrappers.mla_tables import TABLES, MLAPlanMetadata, Table
 from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import refuse
+from fi_core.runtime.invariance import check_plan, is_on
 from fi_core.runtime.returns import method_with_lse
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
             tables = one_form(metadata, cum_seq_lens_q, block_tables, seq_lens, max_q_len, *tables)
         key: tuple[Any, ...] = (
             num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type,
-            disable_split_kv,
+            disable_split_kv or is_on(),  # whether no request is split
         )  # fmt: skip
         rest = (
             query_layout, kv_cache_layout, lse_mode, output_scale, scale_mode, use_profiler, output_dtype, skip_softmax,
@@ -412,6 +413,7 @@ def check_call(
     plan: MlaPlan, out: Any, lse: Any, q_nope: Any, q_pe: Any, ckv_cache: Any, kpe_cache: Any, *rest: Any
 ) -> None:
     """Raises the error that names the input that differs from the plan."""
+    check_plan(plan.split_kv)
     latent, rope = ops.LATENT, plan.head_dim_kpe
     for name, tensor, dtype, last in (
         ("q_nope", q_nope, plan.q_dtype, (plan.num_heads, latent)),

@@ -10,6 +10,7 @@ from fi_core.attention.schedule import PrefillPlan
 from fi_core.attention.wrappers.base import check_results, check_types
 from fi_core.attention.wrappers.decode_arguments import options_of_size
 from fi_core.runtime.errors import blame
+from fi_core.runtime.invariance import check_plan, is_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +70,7 @@ def check_call(plan: PrefillPlan, graph: bool, out: Any, lse: Any, q: Any, k: An
         k, v = contract.unpack(k, layout)
     *_, scales = rest
     check_types(plan, q, k, v, scales, "k and v (paged_kv_cache)")
+    check_plan(plan.max_partials > 0)
     check_rows(plan, graph, q)
     if contract.row_elements(v) != plan.head_dim_vo:
         raise ValueError(f"v: head_dim_vo {plan.head_dim_vo} was planned; got shape {tuple(v.shape)}")
@@ -170,7 +172,7 @@ def plan_of_size(own: PrefillPlan, heads: tuple[int, int], given: dict[str, Any]
     fields = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim_qk": dim, "head_dim_vo": dim_vo}
     fields |= contract.type_fields(*map(given.get, ("q_data_type", "kv_data_type", "o_data_type")))
     fields |= {"page_size": page_size, "soft_cap": given.get("logits_soft_cap", 0.0)}
-    splits_kv = not (given.get("disable_split_kv") or given.get("fixed_split_size", 0) > 0)
+    splits_kv = not (given.get("disable_split_kv") or given.get("fixed_split_size", 0) > 0 or is_on())
     encoded = contract.encoding(given.get("pos_encoding_mode", "NONE"))
     plan = own.replace(pos_encoding=encoded, splits_kv=splits_kv, **fields)
     custom = "custom_mask" in given or "packed_custom_mask" in given

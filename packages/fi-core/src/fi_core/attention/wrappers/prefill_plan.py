@@ -16,6 +16,7 @@ from fi_core.attention.wrappers import prefill_arguments as arguments
 from fi_core.attention.wrappers.base import BatchWrapper, explain, float32, of_plan, run_scales
 from fi_core.attention.wrappers.prefill_arguments import BACKENDS, FOREIGN, check_call, check_rows, log_base, lse_shape
 from fi_core.runtime.dispatch import Choice
+from fi_core.runtime.invariance import is_on
 from fi_core.runtime.resolve.ahead import planned
 from fi_core.utils import check_shape_dtype_device, int32_index
 
@@ -192,14 +193,14 @@ class BatchPrefillPlan(BatchWrapper):
 
         options: those of _SIZES, the five of the scores and three dtypes. splits: fixed_split_size, disable_split_kv.
         """
-        key, own = (batch_size, *options, *splits, self._plan.num_ctas), self._plan
+        key, own = (batch_size, *options, *splits, self._plan.num_ctas, is_on()), self._plan
         found = self._shapes.find(key)
         if found is None:
             sizes, rest = dict(zip(_SIZES, options)), options[len(_SIZES) :]
             contract.check_shape(options[0], options[1], options[4], head_dim_qk=options[2], head_dim_vo=options[3])
             kept = {name: getattr(own, name) for name in ("kv_layout", "backend", "num_ctas", "schedule")}
             fields = {**kept, **sizes, **Scores(*rest[:5]).fields(), **contract.type_fields(*rest[5:])}
-            splits_kv = not (splits[1] or (splits[0] or 0) > 0)
+            splits_kv = not (splits[1] or (splits[0] or 0) > 0 or is_on())
             plan = PrefillPlan(batch_size=batch_size, splits_kv=splits_kv, **fields)
             found = self._shapes.keep(key, plan)
         return found
@@ -286,8 +287,8 @@ class BatchPrefillPlan(BatchWrapper):
         """
         qo_indptr, indptr, kv_lens = tables
         batch = self._check_batch(qo_indptr, indptr)
-        kv_tokens = (batch["kv_last"] or 0) * fields["page_size"]
-        plan = self._plan.replace(splits_kv=not (split[1] or split[0] > 0), kv_tokens=kv_tokens, **batch, **fields)
+        batch["kv_tokens"] = (batch["kv_last"] or 0) * fields["page_size"]
+        plan = self._plan.replace(splits_kv=not (split[1] or split[0] > 0 or is_on()), **batch, **fields)
         return self._end(self._tiled(plan), (qo_indptr, indptr, None, kv_lens), True)
 
     def _set_call(self, plan: PrefillPlan) -> None:

@@ -173,7 +173,7 @@ void batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Extras
                        kernel.pdl(a.enable_pdl));
 #else
   (void)kernel;
-  CpuBatchPrefill(params, variant_arguments(extras), a.q.dtype(), k.dtype(), a.out.dtype()).run();
+  CpuBatchPrefill(params, variant_arguments(extras), a.q.dtype(), k.dtype(), a.out.dtype(), batch_invariant()).run();
 #endif
 }
 

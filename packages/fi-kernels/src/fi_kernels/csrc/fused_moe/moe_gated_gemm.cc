@@ -28,7 +28,7 @@ void run_cpu(const MoeGatedGemmParams& params, const MoeGatedGemmArgs& a) {
   std::vector<float> projected(static_cast<size_t>(p.m) * static_cast<size_t>(p.n));
   p.out = projected.data();
   p.out_row_stride = p.n;
-  cpu::gemm(p, a.x.dtype(), a.x.dtype(), kF32);
+  cpu::gemm(p, a.x.dtype(), a.x.dtype(), kF32, batch_invariant());
   const cpu::LoadRow load_bias = cpu::row_loader(a.bias ? a.bias.dtype() : kF32);
   const cpu::StoreRow store = cpu::row_storer(a.out.dtype());
   const cpu::ActivateRow activate = cpu::row_activation(a.activation);

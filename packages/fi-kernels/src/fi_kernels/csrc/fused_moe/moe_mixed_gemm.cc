@@ -71,8 +71,10 @@ void run_cpu(const MoeMixedGemmParams& p, MixedFormat format, DType dtype) {
   }
 }
 #else
-// The entry with the smallest tile that holds the expected tokens of an expert, else that with the largest.
+// The entry with the smallest tile that holds the expected tokens of an expert, else that with the largest. Its warps
+// share k in tiles of few tokens.
 const Entry& tile(const Kernel& kernel, int64_t expected) {
+  if (batch_invariant()) return kernel.entries.back();
   for (const Entry& entry : kernel.entries)
     if (expected <= MoeMixedGemmConfig::of(entry).tokens) return entry;
   return kernel.entries.back();

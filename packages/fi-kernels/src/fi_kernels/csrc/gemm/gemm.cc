@@ -281,6 +281,8 @@ Tile wgmma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, c
     const int64_t clocks = s.alone ? t.alone_clocks : t.k_block_clocks;
     const GemmTiling tiling{t.rows, t.columns, clocks, choice.splits, few_tokens};
     const bool exchanges = t.stores == GemmStores::EITHER || t.stores == GemmStores::TRANSPOSED;
+    // Sums of k follow the number of tokens where a cluster splits k; those of kernels for few tokens are others.
+    if (batch_invariant() && (tries_split || few_tokens)) return -1.0;
     bool fits = false;
     if (!tries_split)
       fits = takes(p, a, t, card.multiprocessors);
@@ -442,7 +444,7 @@ GemmRequest request_of(const GemmArgs& a) {
     const int64_t groups = a.m_indptr ? a.m_indptr.numel() - 1 : a.b.size_or_0(0);
     m = gemm_ceil(m, std::max<int64_t>(1, groups));
   }
-  r.m = std::min(m, kLargeM);
+  r.m = batch_invariant() ? kLargeM : std::min(m, kLargeM);  // one kernel for any m
   r.k = short_k(k, a.b.dtype().bytes(), a.b.ndim() == 2) ? Request::K::kShort : Request::K::kLong;
   return r;
 }
@@ -451,6 +453,7 @@ void gemm(const Kernel& kernel, const GemmArgs& given) {
   // 1 check
   Transposed b, a_scale, b_scale;
   GemmArgs a = given;
+  if (batch_invariant()) a.tactic = -1;  // it was tuned for a number of tokens
   if (a.b_transposed) a.b = {given.b.transposed(b), given.b.name()};
   if (a.scales_transposed) {
     a.a_scale = {given.a_scale.transposed(a_scale), given.a_scale.name()};
@@ -466,7 +469,7 @@ void gemm(const Kernel& kernel, const GemmArgs& given) {
   launch_gemm(kernel, p, a);
 #else
   (void)kernel, (void)a.expected_m, (void)a.tactic, (void)a.b_constant, (void)a.enable_pdl;
-  cpu::gemm(p, a.a.dtype(), a.b.dtype(), a.out.dtype());
+  cpu::gemm(p, a.a.dtype(), a.b.dtype(), a.out.dtype(), batch_invariant());
 #endif
 }
 

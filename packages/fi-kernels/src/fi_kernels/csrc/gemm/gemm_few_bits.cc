@@ -99,7 +99,8 @@ GemmFewBitsRequest request_of(const GemmFewBitsArgs& a) {
   const int64_t row_bytes = a.a.size_or_0(-1) / (a.block_size ? 2 : 1);
   const int64_t alignment = std::min({a.a.alignment(16, {a.a.stride_or_0(0)}), a.b.alignment(16, {a.b.stride_or_0(0)}),
                                       a.b.alignment(16, {row_bytes})});
-  return {a.out.dtype(), a.block_size, alignment, std::min(a.a.size_or_0(0), kMostTokens)};
+  return {a.out.dtype(), a.block_size, alignment,
+          batch_invariant() ? kMostTokens : std::min(a.a.size_or_0(0), kMostTokens)};
 }
 
 // Checks the scales of fp4 weights; the tiles of 4 scales of a row. group: k that share a scale.
@@ -167,7 +168,7 @@ void gemm_few_bits(const Kernel& kernel, const GemmFewBitsArgs& a) {
   launch(kernel, p, {group ? 4 : 8, tokens, group}, a.a.device(), a.out, kernel.pdl(a.enable_pdl));
 #else
   (void)kernel, (void)a.enable_pdl;
-  cpu::gemm_few_bits(p, static_cast<int32_t>(group), a.out.dtype());
+  cpu::gemm_few_bits(p, static_cast<int32_t>(group), a.out.dtype(), batch_invariant());
 #endif
 }
 

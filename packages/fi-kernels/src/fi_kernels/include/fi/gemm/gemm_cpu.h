@@ -98,8 +98,9 @@ inline std::vector<GemmSegment> gemm_segments(const GemmProblem& p) {
 
 class GemmCpu {
  public:
-  GemmCpu(const GemmProblem& problem, DType a, DType b, DType out)
+  GemmCpu(const GemmProblem& problem, DType a, DType b, DType out, bool fixed_order)
       : p_(problem),
+        fixed_order_(fixed_order),
         a_bytes_(a.bytes()),
         b_bytes_(b.bytes()),
         out_bytes_(out.bytes()),
@@ -143,7 +144,8 @@ class GemmCpu {
 
  private:
   bool has_few_rows(const GemmSegment& s) const {
-    return s.rows <= kFewRows && pairs_ == dot_multiply && b_is_bf16_ && p_.b_k_stride == 1 && !blocks_;
+    return !fixed_order_ && s.rows <= kFewRows && pairs_ == dot_multiply && b_is_bf16_ && p_.b_k_stride == 1 &&
+           !blocks_;
   }
   const char* a_at(const GemmSegment& s, int64_t row) const {
     return static_cast<const char*>(p_.a) +
@@ -262,7 +264,7 @@ class GemmCpu {
   // Steps that are longer than a copy of b.
   bool has_long_steps(const GemmSegment& s) const {
     const bool in_place = pairs_ && b_is_bf16_ && p_.b_k_stride == 1 && p_.n % kBlockN == 0 && p_.k % kAlignK == 0;
-    return in_place && (pairs_ != amx_multiply || s.rows <= kAmxLongStepRows);
+    return in_place && (pairs_ != amx_multiply || (!fixed_order_ && s.rows <= kAmxLongStepRows));
   }
 
   void multiply_blocks(const GemmSegment& s, const char* panels, int64_t begin, int64_t end) const {
@@ -337,6 +339,7 @@ class GemmCpu {
   }
 
   const GemmProblem& p_;
+  bool fixed_order_;
   int64_t a_bytes_, b_bytes_, out_bytes_;
   LoadRow load_a_, load_b_, load_out_;
   StoreRow store_;
@@ -348,6 +351,9 @@ class GemmCpu {
 
 }  // namespace detail
 
-inline void gemm(const GemmProblem& problem, DType a, DType b, DType out) { detail::GemmCpu(problem, a, b, out).run(); }
+// fixed_order: the sums of a row do not depend on the number of rows.
+inline void gemm(const GemmProblem& problem, DType a, DType b, DType out, bool fixed_order) {
+  detail::GemmCpu(problem, a, b, out, fixed_order).run();
+}
 
 }  // namespace fi::cpu

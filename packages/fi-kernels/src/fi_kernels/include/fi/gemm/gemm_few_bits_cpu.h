@@ -37,7 +37,7 @@ inline void dequantize_fp8_row(const GemmFewBitsParams& p, int32_t row, bf16_t* 
 }
 
 // group: k that share a scale of fp4 weights; 0: weights are e4m3.
-inline void gemm_few_bits(const GemmFewBitsParams& p, int32_t group, DType out) {
+inline void gemm_few_bits(const GemmFewBitsParams& p, int32_t group, DType out, bool fixed_order) {
   constexpr int64_t kRows = 512;  // of b at a time
   const int64_t k = (p.k + 31) / 32 * 32;
   std::vector<bf16_t> weights(static_cast<size_t>(std::min<int64_t>(kRows, p.n) * k));
@@ -64,7 +64,7 @@ inline void gemm_few_bits(const GemmFewBitsParams& p, int32_t group, DType out) 
     q.n = static_cast<int32_t>(rows);
     q.k = p.k;
     q.batch = q.matrices = q.a_scale_rows = q.b_scale_rows = 1;
-    gemm(q, kBF16, kBF16, out);
+    gemm(q, kBF16, kBF16, out, fixed_order);
   }
 }
 

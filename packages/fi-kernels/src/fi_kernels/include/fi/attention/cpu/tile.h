@@ -38,11 +38,15 @@ inline void load_e2m1(const void* from, float* to, int64_t n) {
 class CpuTile {
  public:
   static constexpr int32_t kRows = 128;  // most rows of a tile
+  static constexpr int32_t kBlock = 64;  // keys a step
 
   // The problem has the head dims and rotary frequencies of all calls of attend. rows: the maximum of any call.
-  // products: of the dtype of kv, if calls with few rows are frequent.
-  CpuTile(const AttentionProblem& p, DType q, DType kv, int32_t rows, cpu::KvRowProducts products = {})
-      : q_bytes_(q.bytes()),
+  // products: of the dtype of kv, if calls with few rows are frequent. fixed_order: a row is summed in the same order
+  // whatever rows are beside it, if calls begin at multiples of kBlock keys.
+  CpuTile(const AttentionProblem& p, DType q, DType kv, int32_t rows, cpu::KvRowProducts products = {},
+          bool fixed_order = false)
+      : fixed_order_(fixed_order),
+        q_bytes_(q.bytes()),
         kv_bytes_(kv.bytes()),
         load_q_(cpu::row_loader(q)),
         load_kv_(kv == kU8 ? load_e2m1 : cpu::row_loader(kv)),
@@ -94,7 +98,6 @@ class CpuTile {
   float* output(int32_t r) { return o_.data() + r * vo_; }  // unnormalised, [head_dim_vo]
 
  private:
-  static constexpr int32_t kBlock = 64;                     // keys a step
   static constexpr int32_t kKeysPerPart = cpu::kMaxKvRows;  // keys converted at a time with few rows: they stay in L1
   static constexpr int32_t kPrefetchRows = 16;              // rows prefetched
   static constexpr int32_t kFewRows = 8;          // up to this many rows most lanes would be empty if they were rows
@@ -102,11 +105,11 @@ class CpuTile {
   static constexpr int32_t kMaxRowsOfHeads = 16;  // rows of all heads at once
 
   // A variant computes scores row by row.
-  bool few_rows() const { return Variant::kCustom || rows_per_head_ <= kFewRows; }
+  bool few_rows() const { return Variant::kCustom || (rows_per_head_ <= kFewRows && !fixed_order_); }
   // Whether products read K and V in their dtype: to convert them for each of a few rows is no slower than to store
   // them as floats first.
   bool in_place(const AttentionProblem& p, int32_t rows) const {
-    return !Variant::kCustom && rows <= kInPlace && !p.rotary.enabled && products_.dots &&
+    return !Variant::kCustom && !fixed_order_ && rows <= kInPlace && !p.rotary.enabled && products_.dots &&
            cpu::KvRowProducts::supports(p.head_dim_qk) && cpu::KvRowProducts::supports(p.head_dim_vo);
   }
 
@@ -317,6 +320,7 @@ class CpuTile {
   const AttentionProblem* p_ = nullptr;
   Variant* variant_ = nullptr;
   TokenPages pages_{};
+  bool fixed_order_;
   int64_t q_bytes_, kv_bytes_;
   cpu::LoadRow load_q_, load_kv_;
   cpu::KvRowProducts products_;

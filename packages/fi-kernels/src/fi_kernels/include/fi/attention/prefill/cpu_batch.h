@@ -12,15 +12,17 @@ namespace fi {
 
 class CpuBatchPrefill {
  public:
-  CpuBatchPrefill(const BatchPrefillParams& params, const Variant::Arguments& arguments, DType q, DType kv, DType out)
-      : params_(params), arguments_(arguments), q_(q), kv_(kv), out_(out) {}
+  // fixed_order: of CpuTile.
+  CpuBatchPrefill(const BatchPrefillParams& params, const Variant::Arguments& arguments, DType q, DType kv, DType out,
+                  bool fixed_order)
+      : params_(params), arguments_(arguments), q_(q), kv_(kv), out_(out), fixed_order_(fixed_order) {}
 
   void run() const {
     const AttentionProblem& p = params_.problem;
     const int64_t units = static_cast<int64_t>(params_.schedule.header->num_tiles) * p.kv_heads;
     std::atomic<int64_t> next{0};
     cpu::parallel_for(units, grain(units), [&](int64_t, int64_t) {
-      CpuTile tile(p, q_, kv_, std::min(CpuTile::kRows, params_.tile_tokens * p.group()));
+      CpuTile tile(p, q_, kv_, std::min(CpuTile::kRows, params_.tile_tokens * p.group()), {}, fixed_order_);
       for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < units;)
         attend(params_.schedule.tiles[unit / p.kv_heads], static_cast<int32_t>(unit % p.kv_heads), tile);
     });
@@ -58,7 +60,8 @@ class CpuBatchPrefill {
                   end = std::min(begin + params_.tile_tokens * p.group(), p.rows());
     for (int32_t first = begin; first < end; first += CpuTile::kRows) {
       const int32_t rows = std::min(CpuTile::kRows, end - first);
-      tile.attend(p, pages, variant, kv_head, first, rows, p.mask.first_key(first / p.group()),
+      const int32_t first_key = p.mask.first_key(first / p.group());
+      tile.attend(p, pages, variant, kv_head, first, rows, fixed_order_ ? first_key & -CpuTile::kBlock : first_key,
                   p.mask.end_key((first + rows - 1) / p.group()));
       for (int32_t r = 0; r < rows; ++r)
         store_row(p, variant, params_.scales.sinks, p.row(kv_head, first + r), tile.row_max(r), tile.row_sum(r),
@@ -69,6 +72,7 @@ class CpuBatchPrefill {
   const BatchPrefillParams& params_;
   const Variant::Arguments& arguments_;
   DType q_, kv_, out_;
+  bool fixed_order_;
 };
 
 }  // namespace fi

@@ -55,9 +55,9 @@ inline void describe_keys(const Kernel& kernel, TensorMap& map, const void* data
            {token, 64, 8 * token, page}, {64, 8, dim / 64, box / 8, 1});
 }
 
-// How the wgmma kernels load q, k and v.
+// How the wgmma kernels load q, k and v. key_step: KV tiles begin at a multiple of so many keys.
 inline PrefillCopies copies_of(const Kernel& kernel, const BatchPrefillParams& params, const Tensor& q, const Tensor& k,
-                               int64_t page_size, int64_t kv_tokens, int64_t box, KeyRows rows) {
+                               int64_t page_size, int64_t kv_tokens, int64_t box, int64_t key_step, KeyRows rows) {
   const AttentionProblem& p = params.problem;
   const PagedKeys& paged = params.pages;
   const int64_t pages = paged.page_indices ? k.size(0) : 1, q_bytes = q.dtype().bytes(), bytes = k.dtype().bytes();
@@ -71,7 +71,7 @@ inline PrefillCopies copies_of(const Kernel& kernel, const BatchPrefillParams& p
   c.k_rows = {p.k, paged.k_page * bytes, p.k_token * bytes, p.k_head * bytes};
   c.v_rows = {p.v, paged.v_page * bytes, p.v_token * bytes, p.v_head * bytes};
   c.scores = p.scores.without_alibi(1.f);
-  c.key_step = divisor(static_cast<uint32_t>(paged.page_indices ? box : 8));
+  c.key_step = divisor(static_cast<uint32_t>(key_step));
   const int64_t bytes_per_head = std::max<int64_t>(kv_tokens, 1) * (p.head_dim_qk + p.head_dim_vo) * bytes;
   c.l2_kv_heads = static_cast<int32_t>(std::clamp<int64_t>(kPrefillCachedBytes / bytes_per_head, 1, p.kv_heads));
   c.box_keys = static_cast<int32_t>(box);
@@ -118,7 +118,9 @@ inline void launch_batch_prefill(const Kernel& kernel, BatchPrefillParams& param
   const KeyRows rows =
       kernel.entries.size() > 1 ? key_rows(params, k.dtype().bytes(), page_size, box) : KeyRows::kColumns;
   const Entry& by_rows = kernel.entries[rows == KeyRows::kColumns ? 0 : 1];
-  params.copies = copies_of(kernel, params, q, k, page_size, kv_tokens, box, rows);
+  // Else a window moves the tiles of a row with the rows beside it, and with the page size.
+  const int64_t key_step = batch_invariant() ? keys : params.pages.page_indices ? box : 8;
+  params.copies = copies_of(kernel, params, q, k, page_size, kv_tokens, box, key_step, rows);
   kernel.launch(by_rows, config, q.device(), params, extras.data());
 }
 

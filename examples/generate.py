@@ -59,6 +59,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--attn", choices=("eager", "fi"), default="eager", help="attention of transformers' generate()"
     )
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="logits with the same bits whatever else is served; 16 bits"
+    )
     parser.add_argument("--tp", type=int, default=1, help="processes that share the model: 1 or 2")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
@@ -66,6 +69,8 @@ def parse() -> argparse.Namespace:
         options.dtype = "float32" if options.device == "cpu" else "float16"
     if options.device == "cuda" and options.dtype == "float32":
         parser.error("--dtype: float16 or bfloat16 is required with --device cuda, which prefills on tensor cores")
+    if options.batch_invariant and options.dtype == "float32":
+        parser.error("--dtype: float16 or bfloat16 is required with --batch-invariant")
     if options.tp not in (1, 2):  # the model has two key heads
         parser.error(f"--tp: 1 or 2 is required; got {options.tp}")
     if options.device == "cuda" and torch.cuda.device_count() < options.tp:
@@ -247,7 +252,7 @@ def run(options: argparse.Namespace, rank: int = 0) -> int:
             device=reference.device,
         )
     model = Llama(reference, max_positions=2048, workspace=workspace)
-    graph = options.device == "cuda" and not options.no_cuda_graph
+    graph = options.device == "cuda" and not options.no_cuda_graph and not options.batch_invariant
     served: list[list[int]] = []
     seconds: list[float] = []
     for wait in (autotune(), contextlib.nullcontext()):  # the first pass ends when all kernels are compiled and loaded
@@ -257,9 +262,8 @@ def run(options: argparse.Namespace, rank: int = 0) -> int:
         compiled = len(fi_core.ahead.compiled_files())
         start = time.perf_counter()
         with wait:
-            engine = Engine(
-                model, Scheduler(options.pages, PAGE_SIZE, options.token_budget, options.max_running), cuda_graph=graph
-            )
+            scheduler = Scheduler(options.pages, PAGE_SIZE, options.token_budget, options.max_running)
+            engine = Engine(model, scheduler, graph, options.batch_invariant)
             engine.serve(requests)
         seconds.append(time.perf_counter() - start)
         served.append([token for request in requests for token in request.generated])
@@ -273,6 +277,7 @@ def run(options: argparse.Namespace, rank: int = 0) -> int:
         "tp": options.tp,
         "token_budget": options.token_budget,
         "backends": {"prefill": engine.prefill.resolved_backend, "decode": engine.decode.resolved_backend},
+        "batch_invariant": options.batch_invariant,
         **rates(engine),
         "serve_seconds": seconds,
         "compiled_while_measured": len(fi_core.ahead.compiled_files()) - compiled,

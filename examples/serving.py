@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
@@ -47,7 +48,8 @@ class Batch(NamedTuple):
 
 
 class Llama:
-    """transformers' LlamaForCausalLM: torch multiplies matrices, fi runs every other operator of the forward pass.
+    """transformers' LlamaForCausalLM: torch multiplies matrices, fi runs every other operator of the forward pass. An
+    engine that is batch invariant has fi multiply them, too.
 
     With a workspace each of its ranks has a part of the heads and of the MLP (tensor parallelism). Every rank serves
     the same requests, and has the same logits, bit by bit.
@@ -95,23 +97,24 @@ class Llama:
         every = torch.arange(max_positions, device=self.device)[None]
         tables = body.rotary_emb(torch.empty(0, device=self.device), every)
         self.cos_sin = torch.cat([table[0, :, : table.shape[2] // 2] for table in tables], 1)
+        self.multiply = linear
 
     def __call__(self, batch: Batch, caches: list[torch.Tensor], attend: Attention) -> torch.Tensor:
         """Logits `[requests, vocab]` after the last row of each request; appends all rows to the caches."""
         residual = embedding(batch.tokens, self.embedding)
         x = fi_core.rmsnorm(residual, self.first_norm, self.eps)
         for layer, cache in zip(self.layers, caches):
-            qkv = linear(x, layer.qkv).unflatten(1, (-1, self.head_dim))
+            qkv = self.multiply(x, layer.qkv).unflatten(1, (-1, self.head_dim))
             q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
             fi_core.apply_rope_with_cos_sin_cache_inplace(batch.positions, q, k, self.head_dim, self.cos_sin)
             fi_core.append_paged_kv_cache(
                 k, v, batch.owners, batch.positions, cache, batch.indices, batch.indptr, batch.last_page_len
             )
-            x = linear(attend(q, cache).flatten(1), layer.o)
+            x = self.multiply(attend(q, cache).flatten(1), layer.o)
             self.add_norm(x, residual, layer.mlp_norm)
-            x = linear(fi_core.silu_and_mul(linear(x, layer.gate_up)), layer.down)
+            x = self.multiply(fi_core.silu_and_mul(self.multiply(x, layer.gate_up)), layer.down)
             self.add_norm(x, residual, layer.next_norm)
-        return linear(x[batch.last_rows], self.lm_head)
+        return self.multiply(x[batch.last_rows], self.lm_head)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
         """Adds x, of all ranks, to the residual; x becomes the norm of the sum."""
@@ -245,11 +248,27 @@ class StepTime(NamedTuple):
     seconds: float
 
 
-class Engine:
-    """Serves requests. cuda_graph: steps that only generate replay a graph, padded to max_running requests."""
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`linear`, whose rows have the same bits in any batch."""
+    return fi_core.mm_bf16(x, weight.T, out_dtype=x.dtype)
 
-    def __init__(self, model: Llama, scheduler: Scheduler, cuda_graph: bool = False) -> None:
-        self.model, self.scheduler = model, scheduler
+
+class Engine:
+    """Serves requests. cuda_graph: steps that only generate replay a graph, padded to max_running requests.
+
+    batch_invariant: the logits of a request have the same bits whatever else is served, in 16 bits. All tokens go
+    through prefill then, since decode adds in another order: a prompt may end in a chunk of one token, and generated
+    tokens are computed again after a preemption.
+    """
+
+    def __init__(
+        self, model: Llama, scheduler: Scheduler, cuda_graph: bool = False, batch_invariant: bool = False
+    ) -> None:
+        self.model, self.scheduler, self.batch_invariant = model, scheduler, batch_invariant
+        if batch_invariant:
+            if cuda_graph:
+                raise ValueError("cuda_graph: False is required with batch_invariant; got True")
+            model.multiply = product
         shape = scheduler.num_pages, 2, scheduler.page_size, model.kv_heads, model.head_dim
         # NaN shows any read of an unwritten slot.
         self.caches = [torch.full(shape, torch.nan, dtype=model.dtype, device=model.device) for _ in model.layers]
@@ -265,9 +284,10 @@ class Engine:
         for request in sorted(requests, key=lambda r: r.arrival):
             self.scheduler.add(request)
         step = 0
-        while self.scheduler.waiting or self.scheduler.running:
-            self.step(step)
-            step += 1
+        with fi_core.batch_invariant() if self.batch_invariant else nullcontext():
+            while self.scheduler.waiting or self.scheduler.running:
+                self.step(step)
+                step += 1
 
     def step(self, number: int) -> None:
         start = time.perf_counter()
@@ -275,7 +295,7 @@ class Engine:
         if not chunks:
             return
         chunks.sort(key=lambda chunk: chunk.length > 1)  # single tokens go to decode, the others to prefill
-        batch, alone = self.batch(chunks), sum(chunk.length == 1 for chunk in chunks)
+        batch, alone = self.batch(chunks), sum(chunk.length == 1 and not self.batch_invariant for chunk in chunks)
         if self.graph and alone == len(chunks):
             logits = self.graph.run(batch)
         else:

@@ -1,0 +1,63 @@
+"""Batch-invariant serving: a request has the same tokens and logits, bit by bit, in any order of arrival."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import serving
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+REQUESTS, NEW = 64, 5
+
+
+@pytest.fixture(scope="module")
+def net() -> Any:
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, initializer_range=0.08, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval().to(torch.bfloat16)
+
+
+def served(net: Any, seed: int, batch_invariant: bool) -> tuple[list[serving.Request], int]:
+    """The requests after they were served in an order, at times, with a budget and pages that are drawn; and how many
+    were preempted.
+    """
+    fixed, rng = Random(0), Random(seed)
+    requests = [
+        serving.Request(
+            [fixed.randrange(256) for _ in range(fixed.choice((1, 3, 17, 40, 90)))], NEW,
+            temperature=fixed.choice((0.0, 0.8)), top_p=0.9, seed=i, logits=[],
+        )
+        for i in range(REQUESTS)
+    ]  # fmt: skip
+    order = rng.sample(requests, len(requests))
+    for request in order:
+        request.arrival = rng.randrange(40)
+    scheduler = serving.Scheduler(rng.choice((8, 60)), 16, rng.choice((16, 50, 128)), rng.choice((3, 8, 16)))
+    serving.Engine(serving.Llama(net, 200), scheduler, batch_invariant=batch_invariant).serve(order)
+    return requests, scheduler.preemptions
+
+
+def test_64_requests_have_the_same_bits_in_any_order(net: Any) -> None:
+    runs = [served(net, seed, True) for seed in (1, 2)]
+    for one, other in zip(*(requests for requests, _ in runs)):
+        assert one.generated == other.generated and len(one.generated) == NEW
+        assert one.logits and other.logits
+        for a, b in zip(one.logits, other.logits):
+            assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+def test_a_cuda_graph_is_refused(net: Any) -> None:
+    scheduler = serving.Scheduler(20, 16, 64, 4)
+    with pytest.raises(ValueError, match="cuda_graph: False is required with batch_invariant"):
+        serving.Engine(serving.Llama(net, 200), scheduler, cuda_graph=True, batch_invariant=True)

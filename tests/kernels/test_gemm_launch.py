@@ -231,6 +231,13 @@ def test_few_tiles_of_tokens_meet_weights_in_turn(gemm: Gemm) -> None:
     assert parameters(one(gemm(8658, 3072, 2048, tactic=turned)), "GemmSm90Params")["group_m"] == 15
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(8658, 3072, 2048), (9625, 3584, 512), (9345, 2560, 5120)])
+def test_many_tokens_of_fp8_are_rows_of_tiles(gemm: Gemm, m: int, n: int, k: int) -> None:
+    """Exchanged tiles would take 1.07 to 1.11 of the time."""
+    launch = one(gemm(m, n, k, "e4m3"))
+    assert (launch["name"], parameters(launch, "GemmSm90Params")["transposed"]) == ("gemm_256x128", 0)
+
+
 def test_many_rows_of_weights_are_not_split(gemm: Gemm) -> None:
     assert one(gemm(132, 8192, 512))["cluster"] == [1, 1, 1]
 

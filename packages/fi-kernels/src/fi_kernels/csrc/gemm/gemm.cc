@@ -279,7 +279,7 @@ Tile wgmma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, c
     GemmShape s = shape;
     if (choice.transposed) std::swap(s.rows, s.n);
     const int64_t clocks = s.alone ? t.alone_clocks : t.k_block_clocks;
-    const GemmTiling tiling{t.rows, t.columns, clocks, choice.splits, few_tokens};
+    const GemmTiling tiling{t.rows, t.columns, clocks, choice.splits, few_tokens, choice.transposed};
     const bool exchanges = t.stores == GemmStores::EITHER || t.stores == GemmStores::TRANSPOSED;
     // Sums of k follow the number of tokens where a cluster splits k; those of kernels for few tokens are others.
     if (batch_invariant() && (tries_split || few_tokens)) return -1.0;
@@ -390,10 +390,9 @@ void launch_gemm(const Kernel& kernel, const GemmProblem& given, const GemmArgs&
   launch.cluster = static_cast<unsigned>(splits);
   params.a_once = turned && p.n <= t.columns;
   params.b_once = !turned && shape.rows <= t.rows;
-  // H200, us with groups of 8 and 16 tiles: 8192 x 28672 x 2048 799 and 781, 4096 x 24576 x 1536 257.8 and 255.9. A few
-  // tiles of tokens meet a tile of weights one after the other; with 20 to 70, operands of a wave are as for others.
-  constexpr int64_t kFewTokenTiles = 10;
-  const bool in_turn = turned && gemm_ceil(p.n, t.columns) <= kFewTokenTiles;
+  // H200, us with groups of 8 and 16 tiles: 8192 x 28672 x 2048 799 and 781, 4096 x 24576 x 1536 257.8 and 255.9.
+  // Exchanged, 9625 x 3584 x 512 with groups of 1 and 15: 64.4 and 62.9.
+  const bool in_turn = turned && gemm_ceil(p.n, t.columns) <= kGemmFewTokenTiles;
   params.group_m = static_cast<int32_t>(in_turn ? 1 : group_m * (t.stores == GemmStores::TMA_HALVES ? 2 : 1));
   launch.shared_bytes = kGemmSharedBytes;
   kernel.launch(*entry, launch, a.a.device(), params);

@@ -16,10 +16,10 @@ struct GemmShape {
 };
 
 // k_block_clocks: of a tile and 128 bytes of k, measured. splits: CTAs of a cluster that share the k of a tile.
-// all_split: they share each tile, not only the last one.
+// all_split: they share each tile, not only the last one. exchanged: rows are those of the weights.
 struct GemmTiling {
   int64_t rows, columns, k_block_clocks, splits = 1;
-  bool all_split = false;
+  bool all_split = false, exchanged = false;
 };
 
 // Per SM and clock: bytes of L2, of DRAM, and of out that the epilogue moves; clocks of a tile and of a launch that are
@@ -38,6 +38,11 @@ constexpr double kGemmMeetClocks = 3884, kGemmRankClocks = 1942, kGemmExchangeBy
 // The same where they share each tile of 64 x 64, whatever their number. 4000 fits 132 times of 66 to 256 tokens and up
 // to 2560 rows of weights best, within 6 %; the choice is best with 5000 to 6000 (99 drawn shapes, H200).
 constexpr double kGemmSplitTileClocks = 5000;
+// Up to so many tiles of tokens meet a tile of weights one after the other. With more of them an exchanged tile of fp8
+// takes so many clocks longer, but for a CTA's last one: H200, us of 128 x 208 as predicted and measured, and of 256 x
+// 128: 8658 x 3072 x 2048 91.5, 104.2, 97.9; 9625 x 3584 x 512 47.3, 62.9, 58.1.
+constexpr int64_t kGemmFewTokenTiles = 10;
+constexpr double kGemmExchangedClocks = 2700;
 
 // What the last, partial tile of a group costs, in tiles, where groups vary and have a tile or more, and up to how many
 // rows this is counted. H200, us of the second product of experts with 256 rows of a tile as if groups were equal and
@@ -84,6 +89,8 @@ inline double gemm_cost(const GemmShape& s, const GemmTiling& t, const GemmCard&
   const double epilogue = static_cast<double>(t.rows * t.columns * s.out_bytes) / rates.out_bytes + rates.tile_clocks;
   const double k_block = std::max(static_cast<double>(t.k_block_clocks), loads);
   double compute = waves * (static_cast<double>(k_blocks) * k_block + epilogue);
+  if (t.exchanged && s.bytes == 1 && gemm_ceil(s.n, t.columns) > kGemmFewTokenTiles)
+    compute += std::max(0.0, waves - 1) * kGemmExchangedClocks;
   if (t.splits > 1 && t.all_split)
     compute = static_cast<double>(gemm_ceil(gemm_tiles(s, t), card.clusters[t.splits])) *
               (static_cast<double>(gemm_ceil(k_blocks, t.splits)) * k_block + epilogue + kGemmSplitTileClocks);

@@ -56,8 +56,11 @@ def test_rows_of_weights_fill_the_device(gemm: Gemm) -> None:
 def test_a_stage_of_fp8_weights_has_128_k(gemm: Gemm) -> None:
     calls = gemm(16, 28672, 8192, 0, alpha=Tensor(ALPHA, (), "f32"), bias=Tensor(BIAS, (28672,), "bf16"))
     launch, p = one(calls)
-    assert (launch["grid"], launch["block"]) == ([128, 1, 1], [640, 1, 1])
+    assert (launch["grid"], launch["block"]) == ([128, 1, 1], [768, 1, 1])
     assert (p["blocks"], p["row_warps"], p["scale_blocks"], p["alpha"], p["bias"]) == (14, 4, 0, ALPHA, BIAS)
+    assert (p["stages"], p["loaders"]) == (6, 6)
+    _, p = one(gemm(16, 4096, 14336, 0))
+    assert (p["blocks"], p["row_warps"], p["stages"], p["loaders"]) == (2, 1, 16, 8)
     boxes = {c["address"]: c["dimensions"] for c in calls if c["call"] == "tensor_map"}
     assert boxes[B] == [[8192, 1, 128], [28672, 8192, 224], [1, 128, 1]]
 
@@ -72,7 +75,8 @@ def test_every_shape_has_a_launch(gemm: Gemm, n: int, k: int, block: int, tokens
     assert launch["grid"][0] == 3 * -(-n // rows)
     assert p["blocks"] <= 4 * p["row_warps"] <= 16
     assert 16 // p["row_warps"] <= p["stages"] <= 16
-    assert p["stages"] % max(4, 8 // p["row_warps"]) == 0
+    assert p["stages"] % (8 // p["row_warps"]) == 0 and p["stages"] % p["loaders"] == 0
+    assert p["loaders"] == 4 if block else 2 <= p["loaders"] <= 8
     assert launch["shared_bytes"] <= 226 * 1024
     assert p["scale_blocks"] * 128 >= rows or block == 0
 

@@ -26,7 +26,8 @@ class GemmFewBitsConfig(NamedTuple):
 def _unit(axes: Values) -> Unit:
     out, tokens = DTYPES[axes["out"]], axes["tokens"]
     body = f"gemm_few_bits<{out.device}, fi::{_WEIGHTS[axes['block']]}, {tokens}>"
-    entry = Entry(f"gemm_few_bits_{tokens}", body, 640, GemmFewBitsConfig(tokens), ctas_per_sm=1)
+    threads = 32 * (16 + (8 if axes["block"] == 0 else 4))  # warps that multiply, and that load
+    entry = Entry(f"gemm_few_bits_{tokens}", body, threads, GemmFewBitsConfig(tokens), ctas_per_sm=1)
     return Unit("fi/gemm/gemm_few_bits_sm90.cuh", "GemmFewBitsParams", (entry,))
 
 

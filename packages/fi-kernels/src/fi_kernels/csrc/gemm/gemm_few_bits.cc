@@ -25,7 +25,7 @@ struct Form {
 
 // A tile of weights: blocks of 16 rows, the warps that share them, and the stages of 128 bytes of k that fit.
 struct Tile {
-  int64_t blocks = 0, row_warps = 0, stages = 0, scale_blocks = 0, shared_bytes = 0, ctas = 0;
+  int64_t blocks = 0, row_warps = 0, loaders = 0, stages = 0, scale_blocks = 0, shared_bytes = 0, ctas = 0;
 };
 
 // Blocks of 128 rows that `rows` from a multiple of `rows` on touch, at most; rows: a multiple of 16.
@@ -47,8 +47,11 @@ Tile tile_of_blocks(const Form& form, int64_t blocks, int64_t m, int64_t n, int6
   const int64_t most = std::min(kStages, (shared - kAlignment) / stage);
   for (t.row_warps = 1; t.row_warps <= 4; t.row_warps *= 2) {
     if (blocks > t.row_warps * kFewBitsWarpBlocks) continue;
-    const int64_t at_a_time = kWarps / 2 / t.row_warps, step = std::lcm<int64_t>(at_a_time, kFewBitsLoaders);
+    const int64_t at_a_time = kWarps / 2 / t.row_warps;
+    const int64_t step = form.bits == 4 ? std::lcm<int64_t>(at_a_time, kFewBitsLoaders[0]) : at_a_time;
     t.stages = most / step * step;
+    t.loaders = kFewBitsLoaders[form.bits == 8];
+    while (t.stages % t.loaders) --t.loaders;
     t.shared_bytes =
         kAlignment + std::max(t.stages * stage, kWarps / t.row_warps * form.tokens * (rows + 4) * int64_t{4});
     if (t.stages >= 2 * at_a_time && t.shared_bytes <= shared) return t;
@@ -79,6 +82,7 @@ void launch(const Kernel& kernel, GemmFewBitsParams& p, const Form& form, DLDevi
   const Tile t = tile(form, p.m, p.n, kernel.multiprocessors(device), kernel.shared_limit(device) - kReserved);
   p.blocks = static_cast<int32_t>(t.blocks);
   p.row_warps = static_cast<int32_t>(t.row_warps);
+  p.loaders = static_cast<int32_t>(t.loaders);
   p.stages = static_cast<int32_t>(t.stages);
   p.scale_blocks = static_cast<int32_t>(t.scale_blocks);
   const int64_t pair = 2 * out.dtype().bytes();

@@ -21,13 +21,13 @@ namespace fi {
 // A CTA multiplies kTokens tokens and 16 p.blocks rows of b, which row_warps warps share. 16 / row_warps sets of such
 // warps split k: two sets take a stage, other two the next. Sums meet at the end.
 //
-// Each of four warps fills every fourth stage, so that the tokens of four stages are on their way. H200, n 28672: with
-// one stage at a time a stage took 0.85 us whatever its size.
+// Each of p.loaders warps fills every stage of that number, so that the tokens of as many stages are on their way.
+// H200, fp4, n 28672: with one stage at a time a stage took 0.85 us whatever its size.
 template <class Out, class Weights, int kTokens>
 struct GemmFewBits {
   // kOwnK: of a lane that loads tokens. kMmas: of a word of weights.
   static constexpr int kStageK = 1024 / Weights::kBits, kOwnK = kStageK / 32, kMmas = 8 / Weights::kBits;
-  static constexpr int kConsumers = 16, kProducers = kFewBitsLoaders, kMaxBlocks = kFewBitsWarpBlocks, kMaxStages = 16;
+  static constexpr int kConsumers = 16, kMaxBlocks = kFewBitsWarpBlocks, kMaxStages = 16;
   static constexpr int kTokenTiles = kTokens / 8, kTokenBytes = kTokens * kStageK * 2;
 
   using Chunk = typename Weights::Chunk;  // of a token, that meets a word of weights
@@ -60,7 +60,7 @@ struct GemmFewBits {
     if (consumes) {
       consume(sum, share(warp));
     } else {
-      produce(warp - kConsumers);
+      if (warp - kConsumers < p.loaders) produce(warp - kConsumers);
       pdl_launch_dependents();
     }
     __syncthreads();  // all stages have been read
@@ -94,25 +94,25 @@ struct GemmFewBits {
       fence_barrier_init();
       pdl_wait();
 #pragma unroll 1
-      for (int i = 0; i < min(kProducers, steps()); ++i) copy(stages + i * stage_bytes, pipeline.full[i], i * kStageK);
+      for (int i = 0; i < min(p.loaders, steps()); ++i) copy(stages + i * stage_bytes, pipeline.full[i], i * kStageK);
     }
     __syncwarp();
   }
 
-  // Fills stages producer, producer + 4, ..: those of no other warp, so that its waits see every phase.
+  // Fills stages producer, producer + p.loaders, ..: those of no other warp, so that its waits see every phase.
   FI_DEVICE void produce(int producer) const {
     const int count = steps();
     PipelineState at{producer, 1};
     Chunk x[kTokens];
     if (producer < count) load_tokens(x, producer * kStageK);
-    for (int i = producer; i < count; i += kProducers) {
+    for (int i = producer; i < count; i += p.loaders) {
       pipeline.acquire(at);
       char* stage = stages + at.stage * stage_bytes;
-      if (lane == 0 && i >= kProducers) copy(stage, pipeline.full[at.stage], i * kStageK);
+      if (lane == 0 && i >= p.loaders) copy(stage, pipeline.full[at.stage], i * kStageK);
       store_tokens(x, stage + weight_bytes);
       pipeline.commit(at.stage);  // by all lanes: racecheck does not see an arrival for others
-      if (i + kProducers < count) load_tokens(x, (i + kProducers) * kStageK);
-      at.stage += kProducers;
+      if (i + p.loaders < count) load_tokens(x, (i + p.loaders) * kStageK);
+      at.stage += p.loaders;
       if (at.stage >= p.stages) at.stage -= p.stages, at.phase ^= 1;
     }
   }

@@ -48,6 +48,8 @@ def grouped_mm_bf16(
     """
     try:
         out = output(a, (a.shape[0], b.shape[-2]), out, out_dtype)
+        if a.dtype.itemsize == 1:  # which the operator multiplies too
+            is_16_bit(a, b)
         gemm(out, a, b, m_indptr=m_indptr)
     except Exception:
         is_16_bit(a, b)
@@ -86,6 +88,8 @@ def grouped_mm_fp8(
         raise ValueError(f"alpha must have one element; got {list(alpha.shape)}")
     try:
         out = output(a, (a.shape[0], b.shape[-2]), out, out_dtype)
+        if a.dtype.itemsize != 1:
+            is_fp8(a, b)
         gemm(out, a, b, None if alpha is None else alpha.reshape(1), m_indptr=m_indptr)
     except Exception:
         is_fp8(a, b)

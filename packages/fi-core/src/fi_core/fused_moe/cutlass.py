@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fi_core.fused_moe import trace
 from fi_core.fused_moe.activations import activation_of
-from fi_core.fused_moe.formats import check_experts, layer_of
+from fi_core.fused_moe.formats import check_backend, check_experts, layer_of
 from fi_core.fused_moe.launches import compute_layer
 from fi_core.fused_moe.layer import TOKENS, TokenExperts
 from fi_core.observe.log import fi_api
@@ -108,7 +108,8 @@ def cutlass_fused_moe(
         output: `[tokens, hidden]`, output_dtype; allocated if None.
         enable_alltoall: the tokens have been dispatched to this rank; changes nothing here.
         min_latency_mode: False.
-        tune_max_num_tokens, profile_ids, use_fused_finalize, backend: accepted; kernels are chosen by size.
+        tune_max_num_tokens, profile_ids, use_fused_finalize: accepted; kernels are chosen by size.
+        backend: "cutlass", which selects the kernels of this library.
         enable_pdl: accepted; programmatic dependent launch is on where the hardware has it.
         activation_type: an `ActivationType`.
         swizzled_input_sf: whether input_sf has the 128x4 layout, or is linear.
@@ -126,7 +127,9 @@ def cutlass_fused_moe(
         ValueError: A shape, device or option does not fit; the text names the argument.
         TypeError: A dtype does not fit.
         NotImplementedError: min_latency_mode or cluster_size is asked for.
+        BackendSupportedError: backend is another.
     """
+    check_backend(backend)
     refuse(
         "leave it out: kernels are chosen by the number of tokens",
         min_latency_mode=min_latency_mode,

@@ -9,6 +9,7 @@ from fi_core.fused_moe.ops import INT4, MXFP4, MXFP8, NVFP4
 from fi_core.gemm import block_scaled
 from fi_core.quantization.layout import SfLayout, layout_of
 from fi_core.quantization.ops import BLOCK_DEQUANTIZE
+from fi_core.runtime.errors import BackendSupportedError
 from fi_core.tllm_enums import is_gated_activation
 
 if TYPE_CHECKING:
@@ -316,6 +317,12 @@ def check_experts(
             f"{list(scales.shape)}"
         )
     check_ranks(tp=(tp_size, tp_rank), ep=(ep_size, ep_rank))
+
+
+def check_backend(backend: str) -> None:
+    """Raises BackendSupportedError for another than "cutlass"."""
+    if backend != "cutlass":
+        raise BackendSupportedError(f"backend: 'cutlass' is required, which selects fi's kernels; got {backend!r}")
 
 
 def check_ranks(**ranks: tuple[int, int]) -> None:

@@ -6,7 +6,7 @@ from operator import index
 from typing import TYPE_CHECKING
 
 from fi_core.fused_moe.activations import kind_of
-from fi_core.fused_moe.formats import check_ranks
+from fi_core.fused_moe.formats import check_backend, check_ranks
 from fi_core.fused_moe.moe_experts import COUNTERS
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import refuse
@@ -68,15 +68,19 @@ def cutlass_fused_moe_workspace_size(
         min_latency_mode: False.
         use_deepseek_fp8_block_scale: whether activations have scales of 128 values.
         use_w4_group_scaling, use_mxfp8_act_scaling, use_packed_weights: the formats whose weights become 16-bit floats.
-        use_fused_finalize, device, backend: accepted.
+        use_fused_finalize, device: accepted.
+        backend: as for `cutlass_fused_moe`.
         use_wfp4afp8_humming: whether activations of mxfp4 weights become e4m3.
 
     Raises:
         ValueError: a number does not fit; the text names the argument.
         TypeError: a dtype is none.
         NotImplementedError: min_latency_mode is asked for.
+        BackendSupportedError: backend is another.
     """
     import torch
+
+    check_backend(backend)
 
     for name, dtype in (("x_dtype", x_dtype), ("weight_dtype", weight_dtype), ("output_dtype", output_dtype)):
         if not isinstance(dtype, torch.dtype) and (dtype is not None or name != "output_dtype"):

@@ -262,8 +262,11 @@ def mm_fp4(
     return _unshuffled(out) if backend == "trtllm" else out
 
 
+_BF16_FP4 = ("cudnn", "cute-dsl", "cute-dsl-native", "blackwell-native", "blackwell-tiled", "auto")
+
+
 @fi_api(trace=trace.MM_BF16_FP4)
-@takes_backends("cudnn", "cute-dsl", "cute-dsl-native", "blackwell-native", "blackwell-tiled", "auto")
+@takes_backends(*_BF16_FP4)
 def mm_bf16_fp4(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -308,6 +311,7 @@ def mm_bf16_fp4(
     return out
 
 
+@takes_backends(*_BF16_FP4)
 def prepare_bf16_fp4_weights(
     b: torch.Tensor,
     b_descale: torch.Tensor,
@@ -322,7 +326,7 @@ def prepare_bf16_fp4_weights(
         b_descale: as for `mm_bf16_fp4`.
         alpha: one fp32 element.
         block_size: 16 or 32.
-        backend: accepted; all backends read the same weights.
+        backend: as for `mm_bf16_fp4`; all of them read the same weights.
 
     Returns:
         (b, b_descale, alpha): b and alpha themselves, and the scales in the 128x4 layout.

@@ -434,6 +434,7 @@ def xqa(
     if (k_sf_cache is None) is not (v_sf_cache is None):
         raise ValueError(f"k_sf_cache, v_sf_cache: both or neither are required; got {k_sf_cache!r}, {v_sf_cache!r}")
     contract.check_nvfp4(k_sf_cache, k_cache, "k_cache")
+    code(LAYOUTS, kv_layout, "kv_layout")
     tokens, heads = (1, 2) if kv_layout == "NHD" else (2, 1)
     if k_cache.ndim != 4 or (k_cache.shape[tokens], k_cache.shape[heads]) != (page_size, num_kv_heads):
         raise ValueError(

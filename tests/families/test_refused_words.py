@@ -11,7 +11,7 @@ import torch
 import fi_core
 from fi_core import fused_moe, gemm, grouped_mm
 from fi_core.decode import xqa
-from fi_core.runtime.errors import BackendSupportedError
+from fi_core.runtime.errors import BackendSupportedError, UnsupportedError
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 ENDS = torch.tensor([0, 4], dtype=torch.int32)
@@ -62,3 +62,19 @@ def experts(**options: Any) -> dict[str, Any]:
 def test_refusals(call: Callable[[], Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
+
+
+def test_a_refused_request_names_the_call() -> None:
+    """An operator inside refuses: the error begins with the function that was called, and lists its tensors."""
+    ids = torch.zeros(4, 2)
+    with pytest.raises(UnsupportedError) as caught:
+        fused_moe.cutlass_fused_moe(**experts(token_selected_experts=ids))
+    first, *_, last = str(caught.value).splitlines()
+    assert first.startswith("cutlass_fused_moe: moe_sort(ids=f32) on ")
+    assert "token_selected_experts float32 [4, 2]" in last and last.startswith("  arguments: input bfloat16 [4, 64]")
+    assert "requires ids in i32, i64, i16, got f32" in str(caught.value)
+    logits, lens = torch.ones(2, 8), torch.ones(2, dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=r"^top_k_varlen: k: 0 to 2\^31 - 1 is required; got 2147483648; got tensors of shapes logits"
+    ):
+        fi_core.top_k_varlen(logits, lens, 1 << 31)

@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
+from fi_core.observe import api
 from fi_core.observe.template import Tensor
-from fi_core.runtime.errors import FiError
+from fi_core.runtime.errors import FiError, UnsupportedError
 from fi_core.runtime.launch import torch_op
 from fi_core.runtime.launch.operator import operators
 from fi_core.runtime.signature import define
@@ -123,6 +124,8 @@ def _explain(error: Exception, function: Callable[..., Any], /, *args: Any, **op
     # A text of Python's or torch's own may have the name of an argument as a word: "tuple index out of range".
     if type(error) in _FOREIGN or not any(names(str(error), name) for name in given):
         _explain_tensors(error, function, given, called)
+    if isinstance(error, UnsupportedError):
+        _name_arguments(error, called, given)
     _name_caller(error, called, signature)
     raise error.with_traceback(None) if _is_explained(error) else error
 
@@ -146,6 +149,16 @@ def _name(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
     return type(given["self"]).__name__ if function.__name__ == "__init__" else function.__name__
 
 
+def _name_arguments(error: Exception, called: str, given: Mapping[str, Any]) -> None:
+    """A refused request has an operator and its fields; the user knows the function that was called and its tensors."""
+    text = str(error).partition("\n  arguments: ")[0]  # of a function inside
+    asked = re.match(r"(?:\w+: )?(\w+)\(", text)
+    if asked and asked[1] in operators():
+        tensors = (f"{n} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for n, x in _tensors(given).items())
+        caller = "" if asked[1] == called else f"{called}: "
+        error.args = (f"{caller}{text[asked.start(1) :]}\n  arguments: {', '.join(tensors)}",)
+
+
 def _name_caller(error: Exception, called: str, signature: inspect.Signature) -> None:
     """Texts of kernels begin with the name of an operator, others of ours with an argument; the user knows the function
     that was called.
@@ -153,7 +166,7 @@ def _name_caller(error: Exception, called: str, signature: inspect.Signature) ->
     if error.args != (str(error),):
         return
     inner, colon, text = str(error).partition(": ")
-    if colon and inner in operators() and inner not in signature.parameters:
+    if colon and _is_callee(inner) and inner not in signature.parameters:
         error.args = (f"{called}: {text}",)
     elif (
         type(error) in _PLAIN
@@ -161,6 +174,11 @@ def _name_caller(error: Exception, called: str, signature: inspect.Signature) ->
         and re.split(r"\W", inner)[0] in signature.parameters
     ):
         error.args = (f"{called}: {error}",)
+
+
+def _is_callee(word: str) -> bool:
+    """Whether a word is the name of an operator, or of a public function."""
+    return word in operators() or any(name.endswith(f":{word}") for name in api.functions)
 
 
 def _leaves(name: str, value: Any, levels: int = 3) -> Iterator[tuple[str, Any]]:
@@ -234,7 +252,9 @@ def _explain_tensors(error: Exception, function: Callable[..., Any], given: Mapp
             raise ValueError(f"{called}: {name}: {forms} is required; got shape {got}") from error
     if tensors and type(error) in (ValueError, IndexError):  # of a kernel that names what it derives from them
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in tensors.items())
-        said = "a tensor has too few dimensions" if isinstance(error, IndexError) else str(error)
+        inner, _, rest = str(error).partition(": ")
+        text = rest if _is_callee(inner) else str(error)
+        said = "a tensor has too few dimensions" if isinstance(error, IndexError) else text
         raise ValueError(f"{called}: {said}; got tensors of shapes {shapes}") from error
 
 

@@ -58,9 +58,13 @@ SEAMS = {
         "vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py": (
             "UnquantizedFusedMoEMethod.__init__", "UnquantizedFusedMoEMethod.process_weights_after_loading",
         ),
+        "vllm/model_executor/layers/fused_moe/oracle/fp8.py": ("Fp8MoeBackend",),
         "vllm/model_executor/layers/fused_moe/oracle/mxfp4.py": ("Mxfp4MoeBackend", "make_mxfp4_moe_kernel"),
         "vllm/model_executor/layers/fused_moe/oracle/unquantized.py": ("UnquantizedMoeBackend",),
         "vllm/model_executor/layers/quantization/__init__.py": ("register_quantization_config",),
+        "vllm/model_executor/layers/quantization/fp8.py": (
+            "Fp8Config.get_quant_method", "Fp8MoEMethod.__init__", "Fp8MoEMethod.process_weights_after_loading",
+        ),
         "vllm/model_executor/layers/quantization/mxfp4.py": (
             "Mxfp4Config.get_quant_method", "GptOssMxfp4MoEMethod.__init__",
             "GptOssMxfp4MoEMethod.maybe_roundup_sizes", "GptOssMxfp4MoEMethod.get_fused_moe_quant_config",
@@ -79,6 +83,13 @@ SEAMS = {
         "vllm/model_executor/layers/attention/mla_attention.py": (
             "QueryLenSupport", "MLACommonDecodeMetadata", "MLACommonMetadataBuilder.__init__",
             "MLACommonMetadataBuilder._build_decode", "MLACommonImpl.__init__",
+        ),
+        "vllm/v1/attention/backends/mla/prefill/base.py": (
+            "MLADimensions", "MLAPrefillBackend.__init__", "MLAPrefillBackend.supports_compute_capability",
+            "MLAPrefillBackend.run_prefill_new_tokens", "MLAPrefillBackend.run_prefill_context_chunk",
+        ),
+        "vllm/v1/attention/backends/mla/prefill/registry.py": (
+            "MLAPrefillBackendEnum.is_overridden", "register_mla_prefill_backend",
         ),
         "vllm/v1/attention/backends/mla/flashattn_mla.py": (
             "FlashAttnMLAImpl.__init__", "FlashAttnMLAImpl.forward_mqa",

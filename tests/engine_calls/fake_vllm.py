@@ -269,6 +269,7 @@ def install(version: str, patch: pytest.MonkeyPatch) -> ModuleType:
     _registered.clear()
     CustomOp.replaced.clear()
     models.QUANTIZATION.clear()
+    models.PROMPTS.clear()
     vars(models.CONFIG).clear()
     vars(models.CONFIG).update(model_config=None, additional_config={})
     patch.setattr(importlib.metadata, "version", {"vllm": version}.__getitem__)
@@ -280,6 +281,18 @@ def install(version: str, patch: pytest.MonkeyPatch) -> ModuleType:
         vars(sys.modules[f"vllm.model_executor.models.{path}"])[name] = models.attention_of_qwen3(name)
     norms = {"rms_norm": IrOp(_rms_norm), "fused_add_rms_norm": IrOp(_fused_add_rms_norm)}
     vars(sys.modules["vllm.ir"])["ops"] = SimpleNamespace(**norms)
-    for name in ("", ".attention", ".gdn", ".layers", ".mla", ".moe", ".prepare", ".qk_norm", ".sampler", ".selected"):
+    for name in (
+        "",
+        ".attention",
+        ".gdn",
+        ".layers",
+        ".mla",
+        ".mla_prompts",
+        ".moe",
+        ".prepare",
+        ".qk_norm",
+        ".sampler",
+        ".selected",
+    ):
         patch.delitem(sys.modules, PLUGIN + name, raising=False)
     return importlib.import_module(PLUGIN)

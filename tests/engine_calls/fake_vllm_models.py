@@ -174,6 +174,36 @@ def make_mxfp4_moe_kernel(
     return method.moe_kernel
 
 
+@dataclass(frozen=True, kw_only=True)
+class MLADimensions:
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+class MLAPrefillBackend:
+    def __init__(self, num_heads: int, scale: float, *sizes: Any, **others: Any) -> None:
+        self.num_heads, self.scale = num_heads, scale
+
+    def prepare_metadata(self, prefill_metadata: Any) -> None:
+        self._prefill_metadata = prefill_metadata
+
+
+class MLAPrefillBackendEnum(enum.Enum):
+    CUSTOM = None
+
+    def is_overridden(self) -> bool:
+        return bool(PROMPTS)
+
+
+PROMPTS: list[str] = []
+
+
+def register_mla_prefill_backend(backend: MLAPrefillBackendEnum, class_path: str | None = None) -> None:
+    assert class_path and backend is MLAPrefillBackendEnum.CUSTOM
+    PROMPTS.append(class_path)
+
+
 QUANTIZATION: dict[str, type] = {}
 
 
@@ -386,6 +416,13 @@ MODULES: dict[str, dict[str, Any]] = {
     "vllm.v1.worker.gpu.sample.sampler": sampling(),
     "vllm.model_executor.models": {},
     "vllm.model_executor.models.qwen3": {}, "vllm.model_executor.models.qwen3_moe": {},  # by `install`
+    "vllm.v1.attention.backends.mla": {}, "vllm.v1.attention.backends.mla.prefill": {},
+    "vllm.v1.attention.backends.mla.prefill.base": {
+        "MLADimensions": MLADimensions, "MLAPrefillBackend": MLAPrefillBackend,
+    },
+    "vllm.v1.attention.backends.mla.prefill.registry": {
+        "MLAPrefillBackendEnum": MLAPrefillBackendEnum, "register_mla_prefill_backend": register_mla_prefill_backend,
+    },
     f"{LAYERS}.attention": {},
     f"{LAYERS}.attention.mla_attention": {
         "MLACommonBackend": MLACommonBackend, "MLACommonDecodeMetadata": MLACommonDecodeMetadata,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import sys
 from collections.abc import Sequence
@@ -135,6 +136,41 @@ def test_the_first_latent_layer_of_a_step_plans_it(plugin: Any) -> None:
             impl.forward_mqa(b.q, b.cache, metadata, layer)
     ran = [choice.spec.op.name for choice, _ in rehearsal.calls[begin:]]
     assert ran == 2 * ["mla_plan", "batch_mla", "batch_mla"]
+
+
+def test_prompts_of_latent_attention(plugin: Any, version: str, device: str) -> None:
+    """New tokens of two requests, and a chunk of those before them, which only the second one has."""
+    path, _, name = models.PROMPTS[0].rpartition(".")
+    heads, news, olds, scale = 4, (5, 33), (0, 40), 192**-0.5
+    prompts = getattr(importlib.import_module(path), name)(heads, scale, 512, 128, 64, 128, None)
+    starts, before = (torch.tensor([0, x[0], sum(x)], dtype=torch.int32, device=device) for x in (news, olds))
+    q, k, old_k = (rand(n, heads, 192, dtype=torch.bfloat16, device=device, seed=i) for i, n in enumerate((38, 38, 40)))
+    v, old_v = (rand(n, heads, 256, dtype=torch.bfloat16, device=device, seed=5)[..., 128:] for n in (38, 40))
+    chunk = SimpleNamespace(query_start_loc=starts, cu_seq_lens=before, max_query_len=33)
+    prompts.prepare_metadata(
+        SimpleNamespace(query_start_loc=starts, max_query_len=33, chunked_context=SimpleNamespace(cu_seq_lens=[before]))
+    )
+    of_chunk: dict[str, Any] = {"chunk_idx": 0} if version == "0.24.0" else {"chunk": chunk}
+    taken = inspect.signature(prompts.run_prefill_context_chunk).parameters
+    assert {*recorded(version)["MLAPrefillBackend.run_prefill_context_chunk"]} - {"self"} <= {
+        x for name in taken for x in (name, f"{name}=")
+    }
+    new, new_lse = prompts.run_prefill_new_tokens(q=q, k=k, v=v, return_softmax_lse=True, out=None, output_scale=None)
+    old, old_lse = prompts.run_prefill_context_chunk(q=q, k=old_k, v=old_v, **of_chunk)
+    alone = prompts.run_prefill_new_tokens(q=q, k=k, v=v, return_softmax_lse=False)
+    assert torch.equal(alone, new) and new_lse.shape == old_lse.shape == (heads, 38) and new_lse.is_contiguous()
+    for begin, end, causal, keys, values, got, lse in (
+        (0, 5, True, k[:5], v[:5], new, new_lse), (5, 38, True, k[5:], v[5:], new, new_lse),
+        (5, 38, False, old_k, old_v, old, old_lse),
+    ):  # fmt: skip
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end].double(), keys.double()) * scale
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        want = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values.double())
+        assert_close(got[begin:end], want, tolerance=(0.02, 0.02))
+        assert_close(lse[:, begin:end], scores.logsumexp(-1), tolerance=(0.01, 0.01))
+    with pytest.raises(NotImplementedError, match="output_scale: None is required"):
+        prompts.run_prefill_new_tokens(q, k, v, False, output_scale=q)
 
 
 @pytest.mark.parametrize("name", ["alibi_slopes", "sliding_window", "logits_soft_cap"])

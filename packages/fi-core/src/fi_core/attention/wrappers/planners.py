@@ -124,7 +124,6 @@ class DecodePlanner(_Runner):
             "split_kv": split_kv_of(None, page_size, False),
         }
         fields = {**heads, **batch, "window_left": window_left, "soft_cap": logits_soft_cap or 0.0}
-        fields["split_kv"] = split_kv_of(None, page_size, False)
         plan = wrapper._shaped(wrapper._plan.replace(**fields))
         lengths, pages = (indptr, plan.last_page_len, None), plan.page_indices
         return wrapper._end((plan, {}), lengths, {"page_indices": pages})  # type: ignore[no-any-return]

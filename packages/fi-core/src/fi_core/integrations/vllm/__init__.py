@@ -13,13 +13,15 @@ from fi_core.runtime.env import env
 
 VERSIONS = ("0.24", "0.33")  # whose interfaces tests/engine_calls/vllm_seams.json holds
 BACKEND = "fi_core.integrations.vllm.selected.Backend"
+PROMPTS = "fi_core.integrations.vllm.mla_prompts.Prompts"
 
 # vLLM prints what is logged below its own name.
 _log = logging.getLogger("vllm.plugins.fi_core")
 
 
 def register() -> None:
-    """Registers the attention backend that `--attention-backend CUSTOM` selects, and with FI_VLLM_LAYERS=1 layers.
+    """Registers the attention backends that `--attention-backend CUSTOM` and `--attention-config.mla_prefill_backend
+    CUSTOM` select, and with FI_VLLM_LAYERS=1 layers.
 
     vLLM finds this function by the entry point `vllm.general_plugins` and calls it in each of its processes. It changes
     nothing for an engine that selects another backend without FI_VLLM_LAYERS, and nothing at all in a vLLM of another
@@ -29,6 +31,7 @@ def register() -> None:
     if ".".join(version.split(".")[:2]) not in VERSIONS:
         _log.info("fi is not registered: it supports vLLM %s, this is %s", " and ".join(VERSIONS), version)
         return
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     custom = AttentionBackendEnum.CUSTOM
@@ -37,6 +40,8 @@ def register() -> None:
             _log.info("fi is not registered: %s is the CUSTOM attention backend", custom.get_path())
         return
     register_backend(custom, BACKEND)
+    if not MLAPrefillBackendEnum.CUSTOM.is_overridden():
+        register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, PROMPTS)
     if env.vllm_layers:
         from fi_core.integrations.vllm import layers
 

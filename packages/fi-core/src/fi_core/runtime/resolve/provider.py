@@ -62,7 +62,7 @@ class Provider(NamedTuple):
         try:
             span = span_of(entry)
         except ValueError:
-            file = None
+            file = span = None
         if not (isinstance(file, str) and isinstance(digest, str)) or "\0" in file:
             return None, f"its index says nothing usable of {artifact.id}"
         if os.path.isabs(file) or ".." in file.split("/"):

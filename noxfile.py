@@ -248,15 +248,16 @@ def take_trial(session: nox.Session) -> bool:
 def release(session: nox.Session) -> None:
     """Build, check and test what a release uploads, without the store; after `--install-only` without a network.
 
-    `-- trial` takes the same steps with two ops, whose packages nobody uploads.
+    `-- trial` takes the same steps with two ops, whose packages nobody uploads, also in a tree that cannot be released.
     """
-    options = ["-m", "not index and not whole" if take_trial(session) else "not index"]
+    trial = take_trial(session)
+    options = ["-m", "not index and not whole" if trial else "not index"]
     install_torch(session)
     session.install("torch")  # it is there; what it asks for may not be
     install_builders(session)
     install_tools(session, "release")
     dist = ROOT / "dist"
-    session.run("python", "tools/release.py", "check")
+    session.run("python", "tools/release.py", "check", success_codes=[0, 1] if trial else [0])
     shutil.rmtree(dist, ignore_errors=True)
     session.run("python", "tools/rebuild.py", "--out", str(dist))
     build_aarch64(session, dist)

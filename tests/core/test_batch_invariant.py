@@ -13,6 +13,7 @@ import torch
 
 import fi_core
 from core.toy import SCALE
+from fi_core import aot
 from fi_core.registry import operator
 from fi_core.runtime.dispatch import Request, choose, explain
 from fi_core.runtime.errors import UnsupportedError
@@ -79,6 +80,16 @@ def test_a_kernel_that_follows_the_batch_is_not_chosen() -> None:
         pytest.raises(UnsupportedError, match=r"fast: requires a call outside of fi_core\.batch_invariant"),
     ):
         choose(Request.of(alone, HOPPER))
+
+
+def test_products_have_one_kernel_for_any_number_of_tokens() -> None:
+    gemm = operator("gemm").op
+    with fi_core.batch_invariant():
+        found = {choose(Request.of(gemm, HOPPER, {"m": m})).spec for m in (1, 8, 64, 65)}
+        assert [spec.implementation for spec in found] == ["wgmma_sm90"]
+        built = {spec.implementation for spec in aot.specs(gemm, HOPPER)}
+    assert "wgmma_small_m_sm90" in built, "the switch does not leave kernels out of packages"
+    assert choose(Request.of(gemm, HOPPER, {"m": 1})).implementation == "wgmma_small_m_sm90"
 
 
 def test_a_call_asks_anew_inside_of_a_block() -> None:

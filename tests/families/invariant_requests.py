@@ -96,9 +96,10 @@ def prefill(requests: Sequence[Tensors], rng: Random, device: str, **options: An
 
 def ragged(requests: Sequence[Tensors], rng: Random, device: str) -> list[list[torch.Tensor]]:
     wrapper = fi_core.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
-    lengths = ([len(r[name]) for r in requests] for name in ("q", "k"))
-    wrapper.plan(*(offsets(x, device) for x in lengths), HEADS, KV_HEADS, DIM, causal=True, q_data_type="bfloat16")
-    out, lse = wrapper.run(*(torch.cat([r[name] for r in requests]) for name in "qkv"), return_lse=True)
+    qo_indptr, kv_indptr = (offsets([len(r[name]) for r in requests], device) for name in "qk")
+    wrapper.plan(qo_indptr, kv_indptr, HEADS, KV_HEADS, DIM, causal=True, q_data_type="bfloat16")
+    q, k, v = (torch.cat([r[name] for r in requests]) for name in "qkv")
+    out, lse = wrapper.run(q, k, v, return_lse=True)
     return [list(own) for own in zip(split(out, requests), split(lse, requests))]
 
 

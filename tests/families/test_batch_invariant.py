@@ -85,15 +85,15 @@ def test_a_plan_from_outside_is_refused_inside() -> None:
     with fi_core.batch_invariant():
         decode([request], rng, device)
     wrapper = fi_core.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
-    tables = [torch.tensor(x, dtype=torch.int32) for x in ([0, 2], [0, 1], [4])]
+    indptr, indices, last = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2], [0, 1], [4]))
     cache = torch.randn(2, 2, 16, 2, 64).bfloat16()
     q = torch.randn(1, 8, 64).bfloat16()
-    wrapper.plan(*tables, 8, 2, 64, 16, q_data_type="bfloat16")
+    wrapper.plan(indptr, indices, last, 8, 2, 64, 16, q_data_type="bfloat16")
     outside = wrapper.run(q, cache)
     with fi_core.batch_invariant():
         with pytest.raises(ValueError, match=r"inside of fi_core\.batch_invariant\(\) a plan that was made inside"):
             wrapper.run(q, cache)
-        wrapper.plan(*tables, 8, 2, 64, 16, q_data_type="bfloat16")
+        wrapper.plan(indptr, indices, last, 8, 2, 64, 16, q_data_type="bfloat16")
         inside = wrapper.run(q, cache)
     assert torch.equal(wrapper.run(q, cache), inside), "a plan from inside runs outside, too"
     assert torch.allclose(inside, outside, atol=1e-2)

@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.runtime.launch.operator import operator
-from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
+from fi_core.runtime.spec.constraint import ON_CPU, VARIES, Constraint, Rule, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 
@@ -330,7 +330,7 @@ GEMM = Op(
         Implementation("cpu", (*ON_CPU, _SAME_OR_FP8), axes=_exact),
         Implementation(
             "wgmma_small_m_sm90",
-            (*_HOPPER, Rule(("b_major",), "K-major b", lambda major: major == "k")),
+            (*_HOPPER, *VARIES, Rule(("b_major",), "K-major b", lambda major: major == "k")),
             _small_m_unit,
             axes=lambda v: {
                 **_exact(v),

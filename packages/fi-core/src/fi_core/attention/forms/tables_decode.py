@@ -118,11 +118,11 @@ def _attend_ragged(c: _Call, qo_indptr: torch.Tensor, most: int | None, name: st
             )
     kv_heads = c.cache[0].shape[2 if c.kv_layout == "NHD" else 1]
     batch_size, rows = c.block_tables.shape[0], (most or 0) * (q.shape[1] // max(1, kv_heads))
-    # With disable_split_kv results must not depend on the number of requests.
     one_wave = not c.disable_split_kv and batch_size * kv_heads * ceil_div(rows, ops.Q_TILE) <= _ONE_WAVE
-    few = not is_on() and (rows <= ops.Q_TILE or one_wave)
-    # Prefill refuses tables that do not fit each other.
-    if most and qo_indptr.shape[0] == batch_size + 1 and (few if mask is None else rows <= _MOST_MASKED):
+    few = rows <= ops.Q_TILE or one_wave
+    # The batch does not decide with disable_split_kv, nor where is_on(). Prefill refuses tables that do not fit.
+    fits = (few if mask is None else rows <= _MOST_MASKED) and not is_on()
+    if most and qo_indptr.shape[0] == batch_size + 1 and fits:
         _attend(c, most, qo_indptr)
         return
     import torch

@@ -9,6 +9,7 @@ for a GPU and with g++ for the CPU. The result is compared with torch in float64
 
 from __future__ import annotations
 
+import argparse
 import time
 
 import torch
@@ -53,6 +54,7 @@ def expected(q: torch.Tensor, cache: torch.Tensor, bias: torch.Tensor, length: i
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.manual_seed(0)
     pages = -(-(PROMPT + STEPS) // PAGE_SIZE)
     cache = torch.randn(pages, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, device=DEVICE).to(DTYPE)

@@ -9,8 +9,8 @@ graph and replayed in every later step. The last step is compared with attention
 
 from __future__ import annotations
 
+import argparse
 import itertools
-import sys
 import time
 
 import torch
@@ -75,7 +75,9 @@ def expected(q: torch.Tensor, cache: torch.Tensor, table: PageTable) -> torch.Te
 
 def main() -> None:
     torch.manual_seed(0)
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", type=int, nargs="?", default=20, help="steps of decoding (default: %(default)s)")
+    steps = parser.parse_args().steps
     table = PageTable(PROMPTS)
     caches = [torch.zeros(PAGES, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE) for _ in range(LAYERS)]
     append(caches, table, list(PROMPTS))

@@ -11,6 +11,7 @@ largest value.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 import time
@@ -179,7 +180,10 @@ def plain(x: torch.Tensor, w: Weights) -> torch.Tensor:
 
 
 def main() -> int:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[1] / "README.md"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    readme = Path(__file__).resolve().parents[1] / "README.md"
+    parser.add_argument("file", type=Path, nargs="?", default=readme, help="a text (default: README.md)")
+    path = parser.parse_args().file
     try:
         text = path.read_bytes()[: PROMPT + 1]
     except OSError as error:

@@ -9,7 +9,7 @@ over the whole prompts, computed in float64.
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import torch
 
@@ -36,7 +36,9 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     torch.manual_seed(0)
-    chunk = int(sys.argv[1]) if len(sys.argv) > 1 else 64
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("chunk", type=int, nargs="?", default=64, help="tokens of a chunk (default: %(default)s)")
+    chunk = parser.parse_args().chunk
     q, k, v = (
         [torch.randn(n, heads, HEAD_DIM, device=DEVICE).to(DTYPE) for n in PROMPTS]
         for heads in (HEADS, KV_HEADS, KV_HEADS)

@@ -20,6 +20,12 @@ def run(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("name", ["custom_attention.py", "decode.py", "decoder_block.py", "prefill.py"])
+def test_help_runs_nothing(name: str) -> None:
+    said = run(name, "--help")
+    assert said.startswith(f"usage: {name} [-h]") and "largest error" not in said
+
+
 def test_decode() -> None:
     said = run("decode.py", "3")
     assert "lengths [43, 4, 503]" in said and "largest error of the last step 0.0" in said

@@ -317,6 +317,7 @@ TITLES = {
     "gdn_prefill": "Gated delta rule, prefill",
     "mamba": "State spaces (Mamba-2)",
     "mhc": "Hyper-connections (mHC)",
+    "lora": "Low-rank adapters (LoRA)",
     "fused_moe": "Mixture of experts",
     "comm": "Communication",
     "concat_ops": "Keys of MLA",

@@ -76,6 +76,7 @@ FAMILIES = {  # of ops, by the rows of the README
     "fused_moe": "mixture of experts",
     "gemm": "gemm",
     "linear_attention": "linear attention",
+    "lora": "low-rank adapters",
     "mhc": "hyper-connections",
     "norm": "norm",
     "page": "page",

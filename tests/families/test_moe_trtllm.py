@@ -352,8 +352,9 @@ def test_refusals(device: str) -> None:
     with pytest.raises(ValueError, match="topk_ids must be int32"):
         moe.trtllm_bf16_routed_moe(ids.long(), x, w1, w2, *sizes(), **options)
     replay = torch.empty(TOKENS, K, dtype=torch.int16, device=device)
-    for name, value, say in (("routing_replay_out", replay, "topk_ids are the"), ("gemm1_lora_delta", x, "merge the")):
-        with pytest.raises(NotImplementedError, match=f"{name}: not supported, .*{say}.*; got .* of shape"):
-            moe.trtllm_bf16_routed_moe((ids, weights), x, w1, w2, *sizes(), **options, **{name: value})
+    with pytest.raises(NotImplementedError, match=r"routing_replay_out: not supported, .*topk_ids are the.*; got"):
+        moe.trtllm_bf16_routed_moe((ids, weights), x, w1, w2, *sizes(), **options, routing_replay_out=replay)
+    with pytest.raises(ValueError, match="gemm1_lora_delta must be contiguous, of shape"):
+        moe.trtllm_bf16_routed_moe((ids, weights), x, w1, w2, *sizes(), **options, gemm1_lora_delta=x)
     with pytest.raises(TypeError, match="gemm1_weights must be float8_e4m3fn"):
         moe.trtllm_fp8_block_scale_moe(logits, None, x, None, w1, weights, w2, weights, *sizes(), None)

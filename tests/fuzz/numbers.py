@@ -65,6 +65,10 @@ SIZES: dict[str, dict[str, tuple[Any, ...]]] = {
         "batch_size": (1, 3), "seq_len": (1, 4), "ring": (12, 16), "nheads": (2, 4), "dim": (32, 64),
         "dstate": (64, 128), "ngroups": (1, 2),
     },
+    "lora": {
+        "num_tokens": (1, 9, 70), "num_loras": (1, 3), "rank": (8, 24, 64), "in_features": (64, 136),
+        "out_features": (8, 72),
+    },
     "causal_conv1d": {"batch_size": (1, 3), "seq_len": (1, 7, 40), "dim": (8, 64, 200), "width": (2, 3, 4)},
     "sampling": {"batch_size": (1, 3, 9), "vocab_size": (7, 301, 5000), "top_k": (1, 7)},
     "allreduce_comm": {"num_tokens": (1, 5, 30), "hidden_size": (128, 1024)},
@@ -88,6 +92,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "mamba": ("", "--has_z --dt_softplus --state_dtype float32"),
     "mamba_prefill": ("", "--has_z --dt_softplus", "--input_dtype float16 --state_dtype bfloat16"),
     "mamba_ring": ("", "--input_dtype float16", "--state_dtype bfloat16"),
+    "lora": ("", "--input_dtype float16"),
     "causal_conv1d": ("", "--input_dtype float16", "--input_dtype float32"),
     "sampling": ("", "--temperature 0.5", "--input_dtype bfloat16", "--filter_apply_order joint"),
     "allreduce_comm": ("", "--pattern ar_residual_rmsnorm"),

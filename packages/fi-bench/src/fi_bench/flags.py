@@ -409,6 +409,14 @@ RING = (
     dtype("input_dtype", "bfloat16"),
     dtype("state_dtype", "float32"),
 )
+LORA = (
+    number("num_tokens", None, "tokens", True),
+    number("num_loras", 8, "adapters"),
+    number("rank", 16, "of the adapters"),
+    number("in_features", None, "columns of the input", True),
+    number("out_features", None, "columns of the output", True),
+    dtype("input_dtype", "bfloat16"),
+)
 CONV = (
     number("batch_size", None, "sequences", True),
     number("seq_len", 1, "tokens of a sequence"),

@@ -175,6 +175,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "gdn_decode": (),
     "mamba": (),
     "mhc": (),
+    "lora": (),
     "activation": ("gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul"),
     "rope": (
         "apply_llama31_rope",

@@ -33,6 +33,7 @@ from fi_core import integrations as integrations
 from fi_core import jit as jit
 from fi_core import linear_attention as linear_attention
 from fi_core import logits_processor as logits_processor
+from fi_core import lora as lora
 from fi_core import mamba as mamba
 from fi_core import mhc as mhc
 from fi_core import mla as mla

@@ -230,6 +230,12 @@ def _states(x: _Inputs) -> Calls:
             "silu",
             x.ints(0, 2),
         ),
+        "lora.bgmv_shrink": lambda: (
+            rand(2, 128),
+            rand(3, 1, 16, 128),
+            rand(2, 16, dtype=torch.float32),
+            x.ints(0, 2),
+        ),
         "mamba.ssd_combined_fwd": lambda: (
             rand(1, 70, 4, 64),
             rand(1, 70, 4),

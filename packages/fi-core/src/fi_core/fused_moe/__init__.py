@@ -43,13 +43,23 @@ from fi_core.fused_moe.core import (
     reorder_rows_for_gated_act_gemm,
 )
 from fi_core.fused_moe.cutlass import cutlass_fused_moe
+from fi_core.fused_moe.expert_lora import ExpertLora
 from fi_core.fused_moe.interleaved import CuteDslBf16MoEWrapper, cute_dsl_fused_moe_bf16
+from fi_core.fused_moe.moe_lora_delta import bgmv_moe_gemm1_lora_delta, bgmv_moe_gemm2_lora_delta
 from fi_core.fused_moe.one_call import (
     alloc_scratchpad,
     get_scratchpad_size_bytes,
     has_monomoe,
     interleave_for_tma_wgmma_up,
     mono_moe,
+)
+from fi_core.fused_moe.pair_lora import (
+    bgmv_moe,
+    bgmv_moe_expand,
+    bgmv_moe_shrink,
+    fill_w_ptr,
+    has_bgmv_moe,
+    prepare_bgmv_moe,
 )
 from fi_core.fused_moe.routing import fused_topk_deepseek, hash_topk
 from fi_core.fused_moe.trtllm_bf16 import trtllm_bf16_moe, trtllm_bf16_routed_moe
@@ -78,6 +88,7 @@ __all__ = [
     "ActivationConfig",
     "ExecutionConfig",
     "ExpertConfig",
+    "ExpertLora",
     "GELU",
     "GeGLU",
     "GeGLUTanh",
@@ -110,11 +121,18 @@ __all__ = [
     "RoutingMethodType",
     "WeightLayout",
     "alloc_scratchpad",
+    "bgmv_moe",
+    "bgmv_moe_expand",
+    "bgmv_moe_gemm1_lora_delta",
+    "bgmv_moe_gemm2_lora_delta",
+    "bgmv_moe_shrink",
     "convert_to_block_layout",
     "cutlass_fused_moe",
     "cutlass_fused_moe_workspace_size",
+    "fill_w_ptr",
     "fused_topk_deepseek",
     "get_scratchpad_size_bytes",
+    "has_bgmv_moe",
     "has_monomoe",
     "hash_topk",
     "interleave_for_tma_wgmma_up",
@@ -122,6 +140,7 @@ __all__ = [
     "interleave_moe_weights_for_sm90_mixed_gemm",
     "is_gated_activation",
     "mono_moe",
+    "prepare_bgmv_moe",
     "preprocess_moe_weights_for_sm90_mixed_gemm_humming",
     "reorder_rows_for_gated_act_gemm",
     "trtllm_bf16_moe",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fi_core.fused_moe import trace
 from fi_core.fused_moe.activations import activation_of
+from fi_core.fused_moe.expert_lora import adapters_of
 from fi_core.fused_moe.formats import check_backend, check_experts, layer_of
 from fi_core.fused_moe.launches import compute_layer
 from fi_core.fused_moe.layer import TOKENS, TokenExperts
@@ -63,6 +64,7 @@ def cutlass_fused_moe(
     situ_beta: float | torch.Tensor | None = None,
     situ_linear_beta: float | torch.Tensor | None = None,
     backend: str = "cutlass",
+    lora: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Computes a mixture of experts: `out[t] = sum over j of scales[t, j] fc2_e(act(fc1_e(x[t])))`, e the j-th expert.
 
@@ -119,6 +121,8 @@ def cutlass_fused_moe(
         use_wfp4afp8_humming: e4m3 activations for mxfp4 weights, as above.
         clamped_relu2_limit: the constant of ClampedRelu2.
         situ_beta, situ_linear_beta: constants of Situ (4 and 25), not 0: numbers, or tensors `[1]` or `[e]`.
+        lora: an `ExpertLora`: adapters of the experts, each token with its own or none, for 16-bit input. Tokens
+            without one get the bits of the call without adapters.
 
     Returns:
         output.
@@ -167,7 +171,8 @@ def cutlass_fused_moe(
     experts, up = len(layer.up.weight), layer.up._replace(bias=fc1_expert_biases)
     down = layer.down._replace(bias=fc2_expert_biases if tp_rank == 0 else None)
     routed = TokenExperts(token_selected_experts, token_final_scales, ep_rank * experts)
-    compute_layer(p, output, layer._replace(up=up, down=down), activation, experts * ep_size, routed)
+    adapters = None if lora is None else adapters_of(lora, layer, activation)
+    compute_layer(p, output, layer._replace(up=up, down=down), activation, experts * ep_size, routed, lora=adapters)
     return output
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from fi_core.fused_moe import expert_lora
 from fi_core.fused_moe.layer import E4M3_TOKENS, Tables
 from fi_core.fused_moe.moe_experts import stream_experts, sums_slots
 from fi_core.fused_moe.moe_few_tokens import compute_few_tokens, takes_slots
@@ -24,6 +25,7 @@ from fi_core.quantization.ops import BLOCK_DEQUANTIZE, BLOCK_QUANTIZE, UE8M0_SCA
 if TYPE_CHECKING:
     import torch
 
+    from fi_core.fused_moe.expert_lora import Adapters
     from fi_core.fused_moe.layer import Activation, Layer, Projection, TokenExperts
     from fi_core.runtime.launch.plan import Launches
 
@@ -90,12 +92,13 @@ class _Grouped(NamedTuple):
     tables: Tables
     expected: int  # rows of an expert
 
-    def rows(self, width: int) -> Rows:
-        """Memory for operands of a product."""
+    def rows(self, width: int, keeps: bool = False) -> Rows:
+        """Memory for operands of a product. keeps: 16-bit ones are a result of the call."""
         import torch
 
         p, layer, slots = self.launches, self.layer, self.tables.rows.shape[0]
-        values = p.scratch((slots, width), torch.float8_e4m3fn if layer.quantizes else layer.dtype)
+        own = p.result if keeps and not layer.blocks else p.scratch
+        values = own((slots, width), torch.float8_e4m3fn if layer.quantizes else layer.dtype)
         return Rows(values, p.scratch((slots, width // _BLOCK), torch.float32) if layer.blocks else None)
 
     def product(self, w: Projection, x: Rows, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -127,6 +130,22 @@ class _Grouped(NamedTuple):
         return out.float() * (x.scale if rows is None else x.scale[rows.clamp(min=0)])
 
 
+class Outputs(NamedTuple):
+    """Of the experts for the sorted rows. Rows of no expert are not written."""
+
+    rows: torch.Tensor  # [slots, hidden]
+    down: Projection  # whose bias and order of columns remain for the sum
+    activated: Rows  # operands of the second product, with 16 bits or e4m3 with scales of blocks
+
+    def activated_16_bits(self, dtype: torch.dtype) -> torch.Tensor:
+        """Those operands, `[slots, width]`."""
+        values, scale = self.activated
+        if scale is None:
+            return values
+        wide: torch.Tensor = values.float().unflatten(1, (-1, _BLOCK)) * scale[..., None]
+        return wide.flatten(1).to(dtype)
+
+
 def run_experts(
     p: Launches,
     layer: Layer,
@@ -135,28 +154,30 @@ def run_experts(
     all_experts: int,
     row_scale: torch.Tensor | None = None,
     chosen: str | None = None,
-) -> tuple[torch.Tensor, Projection]:
-    """The outputs of the experts for the sorted rows, and the projection by which they are finished.
+    delta: torch.Tensor | None = None,
+    keeps_activated: bool = False,
+) -> Outputs:
+    """The outputs of the experts for the sorted rows.
 
     Args:
         p, layer, tables, activation: what to compute.
         all_experts: experts of all ranks, for the expected number of rows of one.
         row_scale: fp32 `[slots]`, factors of the inputs of the sorted rows.
         chosen: what `compose_layer` has chosen; None: it is asked.
-
-    Returns:
-        `[slots, hidden]`, whose rows of no expert are not written; the projection whose bias and order of columns
-        remain for the sum.
+        delta: `[slots, n]`, of the sums' dtype: is added to the first product of the sorted rows, columns in order and
+            those of the gate first.
+        keeps_activated: the activated values are a result of the call.
     """
     slots = tables.rows.shape[0]
     chosen = chosen or compose_layer(p, layer, slots, activation, all_experts, row_scale is not None, False)
     mean = slots / all_experts
     if chosen == "moe_experts":
-        rows = stream_experts(p, layer, tables, activation, tile_tokens(layer.x.shape[0], mean))
-        return rows, layer.down._replace(columns=None)
+        tile = tile_tokens(layer.x.shape[0], mean)
+        rows, activated = stream_experts(p, layer, tables, activation, tile, None, None, delta, keeps_activated)
+        return Outputs(rows, layer.down._replace(columns=None), Rows(activated))
     layer = layer._replace(up=layer.up.by_rows(), down=layer.down.by_rows())
     grouped = _Grouped(p, layer, tables, expected_rows(mean, layer.quantizes))
-    up, a, out = layer.up, activation, grouped.rows(activation.width(layer.up.rows))
+    up, a, out = layer.up, activation, grouped.rows(activation.width(layer.up.rows), keeps_activated)
     if up.mixed is None:
         gathered = grouped.rows(layer.x.shape[1])
         p.add(MOE_GATHER, gathered.values, gathered.scale, layer.x, layer.x_scale, tables.positions)
@@ -172,9 +193,10 @@ def run_experts(
                 offsets=tables.offsets,
                 bias=up.bias,
                 expected_m=grouped.expected,
+                delta=delta,
                 **a.options(),
             )
-            return grouped.product(layer.down, out), layer.down
+            return Outputs(grouped.product(layer.down, out), layer.down, out)
         projected = grouped.product(up, gathered if layer.blocks else Rows(gathered.values, row_scale))
     else:
         x = _through_e4m3(p, layer.x, layer.activations) if layer.activations else Rows(layer.x)
@@ -188,11 +210,11 @@ def run_experts(
         bias=up.bias,
         quant=layer.quant,
         columns=up.columns,
+        delta=delta,
         **a.options(),
     )
-    if layer.activations:
-        out = _through_e4m3(p, out.values, layer.activations)
-    return grouped.product(layer.down, out), layer.down
+    operand = _through_e4m3(p, out.values, layer.activations) if layer.activations else out
+    return Outputs(grouped.product(layer.down, operand), layer.down, out)
 
 
 def compute_layer(
@@ -204,27 +226,34 @@ def compute_layer(
     routed: TokenExperts,
     tables: Tables | None = None,
     row_scale: torch.Tensor | None = None,
+    lora: Adapters | None = None,
 ) -> None:
     """Writes the weighted sum of the experts of each token to `out`.
 
     tables: the sorted slots; None: they are sorted here, unless the chosen kernel needs no tables. The other arguments
-    are those of `run_experts`.
+    are those of `run_experts`. With adapters the same kernels compute the layer: tokens without one get the same bits.
     """
     (tokens, _), slots, experts = layer.x.shape, routed.ids.numel(), layer.up.weight.shape[0]
     in_order = takes_slots(layer, routed, out)
     chosen = compose_layer(p, layer, slots, activation, all_experts, row_scale is not None, in_order)
     if chosen == "moe_few_tokens":
         expected = -(-slots * experts // all_experts)
-        compute_few_tokens(p, out, layer, activation, routed, expected)
+        delta = None if lora is None else expert_lora.up_delta(p, lora, layer, layer.up.rows, routed)
+        activated = compute_few_tokens(p, out, layer, activation, routed, expected, delta)
+        if lora is not None:
+            expert_lora.add_to_sums(p, lora, out, activated, routed)
         return
     if tables is None:
         tables = sort_slots(p, routed.ids, experts, routed.first_expert)
     tile = tile_tokens(tokens, slots / all_experts)
-    if chosen == "moe_experts" and sums_slots(p, layer, routed, out, tile):
+    if lora is None and chosen == "moe_experts" and sums_slots(p, layer, routed, out, tile):
         stream_experts(p, layer, tables, activation, tile, out, routed)
         return
-    rows, down = run_experts(p, layer, tables, activation, all_experts, row_scale, chosen)
-    sum_experts(p, out, rows, tables, routed.weights, down)
+    delta = None if lora is None else expert_lora.up_delta(p, lora, layer, layer.up.rows, tables)
+    found = run_experts(p, layer, tables, activation, all_experts, row_scale, chosen, delta)
+    if lora is not None:
+        expert_lora.add_down(p, lora, found.rows, found.activated_16_bits(layer.x.dtype), tables)
+    sum_experts(p, out, found.rows, tables, routed.weights, found.down)
 
 
 def sum_experts(

@@ -21,6 +21,7 @@ TOKENS: dict[str, int] = dict.fromkeys(
         "routing_logits",
         "topk_ids",
         "routing_replay_out",
+        "gemm1_lora_delta",
         "output",
     ),
     0,

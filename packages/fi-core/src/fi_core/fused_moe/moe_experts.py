@@ -86,7 +86,7 @@ MOE_EXPERTS = Op(
     "Tensor(c!) progress, Tensor? up_scale=None, Tensor? down_scale=None, Tensor? bias=None, Tensor? alpha=None, "
     "Tensor? beta=None, Tensor? limit=None, int activation=3, float alpha_value=1.0, float beta_value=0.0, "
     "float limit_value=3.4e38, int expected_tokens=8, Tensor(d!)? sum=None, Tensor? ids=None, Tensor? weights=None, "
-    "Tensor? down_bias=None, int first_expert=0, int shuffle_tile=0, bool? enable_pdl=None",
+    "Tensor? down_bias=None, int first_expert=0, int shuffle_tile=0, Tensor? delta=None, bool? enable_pdl=None",
     # expected_tokens: rows that a tile is to hold; experts with more take several tiles.
     fields={
         "x": Field(("bf16", "f16"), "bf16"),
@@ -134,14 +134,18 @@ def stream_experts(
     tokens: int,
     sum: torch.Tensor | None = None,
     routed: TokenExperts | None = None,
-) -> torch.Tensor:
-    """The outputs of the experts for the sorted rows, as `run_experts` gives them.
+    delta: torch.Tensor | None = None,
+    keeps_activated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs of the experts for the sorted rows, as `run_experts` gives them, and the activated values.
 
     tokens: of a tile. sum and routed: what `sums_slots` allows; the weighted sums of the experts are written to sum.
+    delta, keeps_activated: as for `run_experts`.
     """
     x, up, down = layer.x, layer.up, layer.down
     slots = tables.rows.shape[0]
-    out, activated = (p.scratch((slots, n), x.dtype) for n in (x.shape[1], activation.width(up.rows)))
+    out = p.scratch((slots, x.shape[1]), x.dtype)
+    activated = (p.result if keeps_activated else p.scratch)((slots, activation.width(up.rows)), x.dtype)
     sums = {"sum": sum, "down_bias": down.bias, **routed._asdict()} if routed else {}
     p.add(
         MOE_EXPERTS,
@@ -158,7 +162,8 @@ def stream_experts(
         bias=up.bias,
         expected_tokens=tokens,
         shuffle_tile=up.shuffle_tile,
+        delta=delta,
         **activation.options(),
         **sums,
     )
-    return out
+    return out, activated

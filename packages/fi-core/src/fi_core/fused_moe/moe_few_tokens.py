@@ -60,7 +60,8 @@ MOE_FEW_TOKENS = Op(
     arguments="Tensor(a!) out, Tensor(b!) activated, Tensor x, Tensor up, Tensor down, Tensor ids, "
     "Tensor? weights=None, Tensor? up_scale=None, Tensor? down_scale=None, Tensor? bias=None, Tensor? down_bias=None, "
     "Tensor? alpha=None, Tensor? beta=None, Tensor? limit=None, int activation=3, float alpha_value=1.0, "
-    "float beta_value=0.0, float limit_value=3.4e38, int first_expert=0, int expected_slots=8, bool? enable_pdl=None",
+    "float beta_value=0.0, float limit_value=3.4e38, int first_expert=0, int expected_slots=8, Tensor? delta=None, "
+    "bool? enable_pdl=None",
     # expected_slots: of the experts here, by which work is shared out.
     fields={
         "x": Field(("bf16", "f16"), "bf16"),
@@ -100,10 +101,12 @@ def compute_few_tokens(
     activation: Activation,
     routed: TokenExperts,
     expected_slots: int,
-) -> None:
+    delta: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Writes the weighted sum of the experts of each token to `out`, where `takes_slots` is true.
 
-    expected_slots: of the experts of this rank.
+    expected_slots: of the experts of this rank. delta: as for `run_experts`, of slots in order. Returns the activated
+    values of the slots.
     """
     up, down = layer.up, layer.down
     activated = p.scratch((routed.ids.numel(), down.weight.shape[2]), layer.x.dtype)
@@ -119,6 +122,8 @@ def compute_few_tokens(
         bias=up.bias,
         down_bias=down.bias,
         expected_slots=expected_slots,
+        delta=delta,
         **activation.options(),
         **routed._asdict(),
     )
+    return activated

@@ -123,7 +123,7 @@ MOE_ACTIVATION = Op(
     family="fused_moe",
     arguments="Tensor(a!) out, Tensor(b!)? out_scale, Tensor x, Tensor offsets, Tensor? bias=None, Tensor? alpha=None, "
     "Tensor? beta=None, Tensor? limit=None, Tensor? quant=None, Tensor? columns=None, int activation=3, "
-    "float alpha_value=1.0, float beta_value=0.0, float limit_value=3.4e38, bool? enable_pdl=None",
+    "float alpha_value=1.0, float beta_value=0.0, float limit_value=3.4e38, Tensor? delta=None, bool? enable_pdl=None",
     fields={
         "x": Field(_FLOATS, "bf16"),
         "out": Field(("bf16", "f16", "e4m3"), "bf16"),
@@ -159,7 +159,7 @@ MOE_GATED_GEMM = Op(
     arguments="Tensor(a!) out, Tensor(b!)? out_scale, Tensor x, Tensor? x_scale, Tensor weight, Tensor? weight_scale, "
     "Tensor offsets, Tensor? bias=None, Tensor? alpha=None, Tensor? beta=None, Tensor? limit=None, int activation=3, "
     "float alpha_value=1.0, float beta_value=0.0, float limit_value=3.4e38, int expected_m=-1, int tactic=-1, "
-    "bool? enable_pdl=None",
+    "Tensor? delta=None, bool? enable_pdl=None",
     fields={
         "x": Field(("bf16", "f16", "e4m3"), "bf16"),
         "activation": Field(_GATED, "Swiglu", ActivationType),

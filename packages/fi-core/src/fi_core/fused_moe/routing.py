@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from fi_core.fused_moe import trace
 from fi_core.fused_moe.ops import MOE_ROUTE, moe_route
 from fi_core.observe.log import fi_api
-from fi_core.runtime.errors import refuse
 from fi_core.tllm_enums import RoutingMethodType
 
 if TYPE_CHECKING:
@@ -91,12 +90,6 @@ def unpacked(topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Rout
         )
     halves = topk_ids.contiguous()  # of little-endian words
     return Routed(halves.view(torch.int16)[:, 1::2], halves.view(torch.bfloat16)[:, ::2])
-
-
-def refuse_of_routed(gemm1_lora_delta: torch.Tensor | None, routing_replay_out: torch.Tensor | None = None) -> None:
-    """Raises NotImplementedError for what the forms with experts that the caller chose do not have."""
-    refuse("merge the adapter into gemm1_weights", gemm1_lora_delta=gemm1_lora_delta)
-    refuse("leave it out: topk_ids are the experts", routing_replay_out=routing_replay_out)
 
 
 @fi_api(trace=trace.FUSED_TOPK)

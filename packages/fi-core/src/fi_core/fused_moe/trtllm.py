@@ -6,9 +6,11 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.fused_moe.core import get_reorder_rows_for_gated_act_gemm_row_indices
-from fi_core.fused_moe.launches import compute_layer, run_experts, sort_slots
+from fi_core.fused_moe.launches import compute_layer, run_experts, sort_slots, sum_experts
 from fi_core.fused_moe.layer import Layer, Projection, Tables, TokenExperts
-from fi_core.fused_moe.ops import MOE_FINALIZE
+from fi_core.fused_moe.moe_few_tokens import compute_few_tokens, takes_slots
+from fi_core.fused_moe.moe_layer import compose_layer
+from fi_core.fused_moe.ops import MOE_FINALIZE, MOE_GATHER
 from fi_core.tllm_enums import WeightLayout, is_gated_activation
 from fi_core.utils import get_shuffle_matrix_a_row_indices
 
@@ -29,6 +31,7 @@ class LayerCall(NamedTuple):
     local_num_experts: int
     do_finalize: bool
     output: torch.Tensor | None
+    gemm1_lora_delta: torch.Tensor | None = None
 
 
 def shared_experts(count: int | None, num_experts: int, local_num_experts: int) -> int:
@@ -145,6 +148,60 @@ def _weights_of_rows(routed: Routed, tables: Tables) -> torch.Tensor:
     return out.scatter_(0, at, routed.weights.float().flatten())[:slots]
 
 
+def _sort(p: Launches, out: torch.Tensor, x: torch.Tensor, positions: torch.Tensor) -> None:
+    """Rows of slots to where the positions say."""
+    p.add(MOE_GATHER, out, out_scale=None, x=x, x_scale=None, positions=positions.view(len(x), 1))
+
+
+def _sorted_delta(p: Launches, layer: Layer, tables: Tables, delta: torch.Tensor) -> torch.Tensor:
+    """The delta `[tokens, top_k, n]` in the order of the sorted rows. Raises for another shape or dtype."""
+    slots, columns = tables.rows.shape[0], layer.up.rows
+    expected = (*tables.positions.shape, columns)
+    if tuple(delta.shape) != expected or not delta.is_contiguous() or delta.device != layer.x.device:
+        raise ValueError(
+            f"gemm1_lora_delta must be contiguous, of shape {list(expected)}, on {layer.x.device}; got "
+            f"{list(delta.shape)} on {delta.device}"
+        )
+    if delta.dtype is not layer.dtype:
+        raise TypeError(f"gemm1_lora_delta must be {layer.dtype}; got {delta.dtype}")
+    rows = p.scratch((slots, columns), delta.dtype)
+    _sort(p, rows, delta.view(slots, columns), tables.positions)
+    return rows
+
+
+def _run_with_delta(
+    p: Launches, layer: Layer, activation: Activation, routed: Routed, call: LayerCall
+) -> list[torch.Tensor]:
+    """What `run_layer` returns with gemm1_lora_delta, computed by the kernels of the layer without it."""
+    import torch
+
+    (ids, weights), first, delta = routed, call.local_expert_offset, call.gemm1_lora_delta
+    assert delta is not None
+    positions = p.result((ids.numel(),), torch.int32)
+    tables = sort_slots(p, ids, call.local_num_experts, first, positions)
+    rows = _sorted_delta(p, layer, tables, delta)
+    to_sum = TokenExperts(ids, weights, first)
+    experts, columns, slots = call.num_experts, layer.up.rows, ids.numel()
+    output = call.output
+    if output is None and call.do_finalize:
+        output = p.result(layer.x.shape, layer.dtype)
+    in_order = output is not None and call.do_finalize and takes_slots(layer, to_sum, output)
+    if compose_layer(p, layer, slots, activation, experts, False, in_order) == "moe_few_tokens":
+        assert output is not None
+        expected = -(-slots * call.local_num_experts // experts)
+        own = compute_few_tokens(p, output, layer, activation, to_sum, expected, delta.view(slots, columns))
+        activated = p.result(own.shape, own.dtype)
+        _sort(p, activated, own, positions)
+        return [output, positions, activated]
+    found = run_experts(p, layer, tables, activation, experts, delta=rows, keeps_activated=True)
+    activated = found.activated_16_bits(layer.dtype)
+    if output is None or not call.do_finalize:
+        finished = _finished_rows(p, found.rows, tables, found.down)
+        return [finished, weights.bfloat16(), positions, activated]
+    sum_experts(p, output, found.rows, tables, weights, found.down)
+    return [output, positions, activated]
+
+
 def run_layer(
     p: Launches, layer: Layer, activation: Activation, routed: Routed, call: LayerCall, *, scales_input: bool = False
 ) -> torch.Tensor | list[torch.Tensor]:
@@ -152,11 +209,14 @@ def run_layer(
 
     Returns:
         output; or `[rows [slots, hidden], weights [tokens, top_k] bf16, expanded_idx_to_permuted_idx [slots] int32]`,
-        -1 for slots of other ranks' experts.
+        -1 for slots of other ranks' experts. With gemm1_lora_delta `[output, expanded_idx_to_permuted_idx, activated
+        [slots, inter]]`, or those three and the activated values.
     """
     import torch
 
     _check(layer, activation.kind, routed, call)
+    if call.gemm1_lora_delta is not None:
+        return _run_with_delta(p, layer, activation, routed, call)
     (ids, weights), first, output = routed, call.local_expert_offset, call.output
     tables = row_scale = None
     if scales_input or not call.do_finalize:
@@ -164,8 +224,8 @@ def run_layer(
         tables = sort_slots(p, ids, call.local_num_experts, first, positions)
         row_scale = _weights_of_rows(routed, tables) if scales_input else None
         if positions is not None:
-            rows, down = run_experts(p, layer, tables, activation, call.num_experts, row_scale)
-            return [_finished_rows(p, rows, tables, down), weights.bfloat16(), positions]
+            found = run_experts(p, layer, tables, activation, call.num_experts, row_scale)
+            return [_finished_rows(p, found.rows, tables, found.down), weights.bfloat16(), positions]
     if output is None:
         output = p.result(layer.x.shape, layer.dtype)
     to_sum = TokenExperts(ids, None if scales_input else weights, first)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from fi_core.fused_moe.activations import activation_of
 from fi_core.fused_moe.layer import TOKENS, Layer, Projection
-from fi_core.fused_moe.routing import Routed, refuse_of_routed, route, unpacked
+from fi_core.fused_moe.routing import Routed, route, unpacked
 from fi_core.fused_moe.trtllm import LayerCall, prepared, run_layer
 from fi_core.observe.log import fi_api
+from fi_core.runtime.errors import refuse
 from fi_core.runtime.launch.plan import Launches, plans_launches
 from fi_core.tllm_enums import ActivationType, WeightLayout, is_gated_activation
 
@@ -166,20 +167,26 @@ def trtllm_bf16_routed_moe(
 
     Args:
         topk_ids: int32 `[tokens, top_k]`, `expert << 16 | bits of the weight in bf16`; or a tuple of ids and weights.
-        gemm1_lora_delta, routing_replay_out: None.
+        gemm1_lora_delta: `[tokens, top_k, n]`, bf16, contiguous: is added to the first product before the activation;
+            the gate's columns first, then those of the linear projection (`bgmv_moe_gemm1_lora_delta`).
+        routing_replay_out: None.
         others: as for `trtllm_bf16_moe`; those about routing are accepted.
 
     Returns:
         output; without do_finalize `[rows [tokens * top_k, hidden], weights [tokens, top_k] bf16, positions
         [tokens * top_k] int32]`, where position t * top_k + j is the row of the j-th expert of token t, or -1.
+        With gemm1_lora_delta `[output, positions, activated [tokens * top_k, inter]]`, and without do_finalize the
+        activated values behind the three: rows of `bgmv_moe_gemm2_lora_delta`.
 
     Raises:
         ValueError: A shape, layout, device or number does not fit; the text names the argument.
         TypeError: A dtype does not fit.
-        NotImplementedError: gemm1_lora_delta or routing_replay_out is given.
+        NotImplementedError: routing_replay_out is given.
     """
-    refuse_of_routed(gemm1_lora_delta, routing_replay_out)
-    call = LayerCall(num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output)
+    refuse("leave it out: topk_ids are the experts", routing_replay_out=routing_replay_out)
+    call = LayerCall(
+        num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output
+    )._replace(gemm1_lora_delta=gemm1_lora_delta)
     routed = unpacked(topk_ids)
     activation = activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
     order = use_shuffled_weight, weight_layout

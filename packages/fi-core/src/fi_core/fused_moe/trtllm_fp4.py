@@ -8,7 +8,7 @@ from fi_core.fused_moe.activations import activation_of
 from fi_core.fused_moe.formats import dequantized
 from fi_core.fused_moe.layer import TOKENS, Layer, Mixed, Projection
 from fi_core.fused_moe.ops import MXFP4, NVFP4
-from fi_core.fused_moe.routing import Routed, refuse_of_routed, route, unpacked
+from fi_core.fused_moe.routing import Routed, route, unpacked
 from fi_core.fused_moe.trtllm import LayerCall, prepared, run_layer, shared_experts
 from fi_core.gemm import block_scaled
 from fi_core.observe.log import fi_api
@@ -255,26 +255,28 @@ def trtllm_fp4_block_scale_routed_moe(
 
     Args:
         topk_ids: int32 `[tokens, top_k]`, `expert << 16 | bits of the weight in bf16`; or a tuple of ids and weights.
-        gemm1_lora_delta: None.
+        gemm1_lora_delta: `[tokens, top_k, n]`, bf16, contiguous: is added to the first product before the activation;
+            the gate's columns first, then those of the linear projection (`bgmv_moe_gemm1_lora_delta`).
         num_fused_shared_experts: experts behind num_experts; topk_ids has them where tokens are to have them.
         others: as for `trtllm_fp4_block_scale_moe`; those about routing are accepted.
 
     Returns:
         `[output]`; without do_finalize `[rows [tokens * top_k, hidden], weights [tokens, top_k] bf16, positions
         [tokens * top_k] int32]`, where position t * top_k + j is the row of the j-th expert of token t, or -1.
+        With gemm1_lora_delta `[output, positions, activated [tokens * top_k, inter]]`, and without do_finalize the
+        activated values behind the three: rows of `bgmv_moe_gemm2_lora_delta`.
 
     Raises:
         ValueError: A shape, layout, device or number does not fit; the text names the argument.
         TypeError: A dtype does not fit.
-        NotImplementedError: per_token_scale or gemm1_lora_delta is given.
+        NotImplementedError: per_token_scale is given.
     """
-    refuse_of_routed(gemm1_lora_delta)
     shared = shared_experts(num_fused_shared_experts, num_experts, local_num_experts)
     up = Projection(gemm1_weights, gemm1_weights_scale, gemm1_bias)
     down = Projection(gemm2_weights, gemm2_weights_scale, gemm2_bias)
     activation = activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
     local = (intermediate_size, local_expert_offset, local_num_experts + shared)
-    call = LayerCall(num_experts + shared, *local, do_finalize, output)
+    call = LayerCall(num_experts + shared, *local, do_finalize, output, gemm1_lora_delta)
     scales = (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar)
     more: Any = {"per_token_scale": per_token_scale, "scale_layout": hidden_states_scale_layout}
     x, x_scale = hidden_states, hidden_states_scale

@@ -29,6 +29,10 @@ void run_cpu(const MoeActivationParams& p, const MoeActivationArgs& a, bool gate
       for (int64_t i = 0; i < columns; ++i) stored[i] += bias[i];
     }
     for (int64_t i = 0; i < columns; ++i) x[i] = stored[p.columns ? p.columns[i] : i];
+    if (p.delta) {
+      load(a.delta.at(row * p.delta_row_stride), bias, columns);
+      for (int64_t i = 0; i < columns; ++i) x[i] += bias[gated ? (i + p.width) % columns : i];
+    }
     const ExpertConstants c{p.alpha ? p.alpha[e] : p.constants.alpha, p.beta ? p.beta[e] : p.constants.beta,
                             p.limit ? p.limit[e] : p.constants.limit};
     activate(x, x + (gated ? p.width : 0), c, p.width);
@@ -43,7 +47,7 @@ void run_cpu(const MoeActivationParams& p, const MoeActivationArgs& a, bool gate
 #else
 const Entry& tile(const Kernel& kernel, const MoeActivationArgs& a, int64_t width) {
   const bool vectors = !a.columns && width % 16 == 0 && a.x.row_alignment(16) == 16 && a.out.row_alignment(16) == 16 &&
-                       (!a.bias || a.bias.row_alignment(16) == 16);
+                       (!a.bias || a.bias.row_alignment(16) == 16) && (!a.delta || a.delta.row_alignment(16) == 16);
   return kernel.first_entry([&](const Entry& e) { return vectors || !MoeActivationConfig::of(e).vectors; });
 }
 #endif
@@ -67,6 +71,7 @@ void moe_activation(const Kernel& kernel, const MoeActivationArgs& a) {
     if (a.bias.dtype() != kF32) a.bias.like(a.x);
     a.bias.on(a.x).inner_contiguous().shape(experts, columns);
   }
+  if (a.delta) a.delta.like(a.x).inner_contiguous().shape(rows, columns);
   for (const OptionalTensor& constant : {a.alpha, a.beta, a.limit})
     if (constant) constant.is({kF32}).on(a.x).contiguous().shape(experts);
   if (a.columns) a.columns.is({kI32}).on(a.x).contiguous().shape(columns);
@@ -95,6 +100,8 @@ void moe_activation(const Kernel& kernel, const MoeActivationArgs& a) {
   p.out_scale = floats(a.out_scale);
   p.x = a.x.data();
   p.bias = a.bias ? a.bias.data() : nullptr;
+  p.delta = a.delta ? a.delta.data() : nullptr;
+  p.delta_row_stride = a.delta ? a.delta.stride(0) : 0;
   p.offsets = a.offsets.data<int32_t>();
   p.columns = a.columns ? a.columns.data<int32_t>() : nullptr;
   p.alpha = floats(a.alpha);

@@ -123,6 +123,7 @@ void moe_experts(const Kernel& kernel, const MoeExpertsArgs& a) {
   check_scale(a.up_scale, a.up, columns, hidden);
   check_scale(a.down_scale, a.down, hidden, width);
   if (a.bias) a.bias.like(a.x).inner_contiguous().shape(experts, columns);
+  if (a.delta) a.delta.like(a.x).inner_contiguous().shape(slots, columns);
   for (const OptionalTensor& constant : {a.alpha, a.beta, a.limit})
     if (constant) constant.is({kF32}).on(a.x).contiguous().shape(experts);
   FI_CHECK(bool(a.sum) == bool(a.ids), ValueError, "sum and ids must be given together");
@@ -149,6 +150,8 @@ void moe_experts(const Kernel& kernel, const MoeExpertsArgs& a) {
   const auto floats = [](const OptionalTensor& t) { return t ? t.data<float>() : nullptr; };
   p.offsets = a.offsets.data<int32_t>();
   p.progress = a.progress.data<int32_t>();
+  p.delta = a.delta ? a.delta.data() : nullptr;
+  p.delta_row_stride = a.delta ? a.delta.stride(0) : 0;
   p.alpha = floats(a.alpha);
   p.beta = floats(a.beta);
   p.limit = floats(a.limit);

@@ -83,6 +83,7 @@ void moe_few_tokens(const Kernel& kernel, const MoeFewTokensArgs& a) {
   check_scale(a.up_scale, a.up, fp8);
   check_scale(a.down_scale, a.down, fp8);
   if (a.bias) a.bias.like(a.x).inner_contiguous().shape(experts, columns);
+  if (a.delta) a.delta.like(a.x).inner_contiguous().shape(slots, columns);
   if (a.down_bias) a.down_bias.like(a.x).inner_contiguous().shape(experts, hidden);
   for (const OptionalTensor& constant : {a.alpha, a.beta, a.limit})
     if (constant) constant.is({kF32}).on(a.x).contiguous().shape(experts);
@@ -112,6 +113,8 @@ void moe_few_tokens(const Kernel& kernel, const MoeFewTokensArgs& a) {
   p.weights = a.weights ? a.weights.data<float>() : nullptr;
   p.out = a.out.data();
   p.activated = a.activated.data();
+  p.delta = a.delta ? a.delta.data() : nullptr;
+  p.delta_row_stride = a.delta ? a.delta.stride(0) : 0;
   p.up = product(a.up, a.up_scale, a.bias, fp8);
   p.down = product(a.down, a.down_scale, a.down_bias, fp8);
   const auto floats = [](const OptionalTensor& t) { return t ? t.data<float>() : nullptr; };

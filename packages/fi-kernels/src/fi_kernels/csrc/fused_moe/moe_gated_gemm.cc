@@ -39,6 +39,10 @@ void run_cpu(const MoeGatedGemmParams& params, const MoeGatedGemmArgs& a) {
       load_bias(a.bias.at(e * params.bias_row_stride), bias, p.n);
       for (int64_t i = 0; i < p.n; ++i) u[i] += bias[i];
     }
+    if (params.delta) {
+      cpu::row_loader(a.delta.dtype())(a.delta.at(row * params.delta_row_stride), bias, p.n);
+      for (int64_t i = 0; i < p.n; ++i) u[i] += bias[(i + width) % p.n];
+    }
     const ExpertConstants& c = params.constants;
     std::copy(u, u + width, x);
     activate(x, u + width,
@@ -88,6 +92,10 @@ void moe_gated_gemm(const Kernel& kernel, const MoeGatedGemmArgs& a) {
     if (a.bias.dtype() != kF32) a.bias.like(a.x);
     a.bias.on(a.x).inner_contiguous().shape(experts, columns);
   }
+  if (a.delta) {
+    a.delta.is({kBF16, kF16}).on(a.x).inner_contiguous().shape(rows, columns);
+    if (!fp8) a.delta.like(a.x);
+  }
   for (const OptionalTensor& constant : {a.alpha, a.beta, a.limit})
     if (constant) constant.is({kF32}).on(a.x).contiguous().shape(experts);
   FI_CHECK(rows < 1 << 24 && width < 1 << 24 && k >= 1 && k < 1 << 24 && experts < 1 << 24, ValueError,
@@ -108,6 +116,9 @@ void moe_gated_gemm(const Kernel& kernel, const MoeGatedGemmArgs& a) {
   params.bias = a.bias ? a.bias.data() : nullptr;
   params.bias_row_stride = a.bias ? a.bias.stride(0) : 0;
   params.bias_is_float = a.bias && a.bias.dtype() == kF32;
+  params.delta = a.delta ? a.delta.data() : nullptr;
+  params.delta_row_stride = a.delta ? a.delta.stride(0) : 0;
+  params.delta_is_half = a.delta && a.delta.dtype() == kF16;
   params.alpha = floats(a.alpha);
   params.beta = floats(a.beta);
   params.limit = floats(a.limit);

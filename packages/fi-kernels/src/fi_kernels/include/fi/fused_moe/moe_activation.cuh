@@ -40,6 +40,15 @@ FI_DEVICE void add_bias(const MoeActivationParams& p, int expert, int first, int
   for (int i = 0; i < 16; ++i) x[i] += bias[i];
 }
 
+template <bool kVectors, class T>
+FI_DEVICE void add_delta(const MoeActivationParams& p, int64_t row, int first, int count, int shift, float (&x)[16]) {
+  float delta[16];
+  load_columns<kVectors>(static_cast<const T*>(p.delta) + row * p.delta_row_stride, nullptr, first, count, shift,
+                         delta);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) x[i] += delta[i];
+}
+
 template <class T, class Out, ExpertActivation kAct, bool kVectors>
 FI_DEVICE void activate_columns(const MoeActivationParams& p, uint32_t row, int first, bool works) {
   const int count = min(16, p.width - first);
@@ -49,6 +58,10 @@ FI_DEVICE void activate_columns(const MoeActivationParams& p, uint32_t row, int 
     const T* x = static_cast<const T*>(p.x) + row * p.x_row_stride;
     load_columns<kVectors>(x, p.columns, first, count, 0, u);
     if constexpr (is_gated(kAct)) load_columns<kVectors>(x, p.columns, first, count, p.width, g);
+    if (p.delta) {
+      add_delta<kVectors, T>(p, row, first, count, is_gated(kAct) ? p.width : 0, u);
+      if constexpr (is_gated(kAct)) add_delta<kVectors, T>(p, row, first, count, 0, g);
+    }
     ExpertConstants constants = p.constants;
     float factor = 1.f;
     if (p.bias || p.alpha || p.beta || p.limit || p.quant) {

@@ -75,6 +75,10 @@ struct ExpertGemmParams {
   // [1 + passes], zeros before the launch: tiles that CTAs have claimed, and finished warps of the first product for
   // each pass. Null: CTAs take tiles in turn; only for one product.
   int32_t* progress;
+  // [rows, features], gated [rows, 2 features], of the type of `in`, features in order and those of the gate first: is
+  // added before the activation. Null: none.
+  const void* delta;
+  int64_t delta_row_stride;
   const float* alpha;  // [experts]; null: the constant, as of the next two
   const float* beta;
   const float* limit;

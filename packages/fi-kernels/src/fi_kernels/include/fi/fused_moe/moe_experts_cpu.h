@@ -75,6 +75,13 @@ inline float dot_row(const Tensor& weight, const OptionalTensor& scale, int64_t 
   return sum;
 }
 
+// Of a row, for a feature of the projection whose features begin at `first`.
+inline float delta_at(const Tensor& delta, int64_t row, int64_t feature, int64_t first) {
+  float x = 0.f;
+  row_loader(delta.dtype())(delta.at(row * delta.stride(0) + first + feature), &x, 1);
+  return x;
+}
+
 template <class Args>
 void run_experts(const ExpertGemmParams& p, const Args& a, bool gated) {
   const int64_t hidden = a.x.size(1), width = a.activated.size(1);
@@ -97,7 +104,8 @@ void run_experts(const ExpertGemmParams& p, const Args& a, bool gated) {
       const int64_t at = row_of_feature(row_order(a.shuffle_tile, gated), i, half, width);
       float bias = 0.f;
       if (a.bias) load(a.bias.at(e * a.bias.stride(0) + at), &bias, 1);
-      return dot_row(a.up, a.up_scale, e, at, x, w, hidden) + bias;
+      const float projected = dot_row(a.up, a.up_scale, e, at, x, w, hidden) + bias;
+      return a.delta ? projected + delta_at(a.delta, row, i, gated && half == 0 ? width : 0) : projected;
     };
     for (int64_t i = 0; i < width; ++i) act[i] = activate(up(i, 0), gated ? up(i, 1) : 0.f, c);
     store(act, a.activated.at(row * a.activated.stride(0)), width);

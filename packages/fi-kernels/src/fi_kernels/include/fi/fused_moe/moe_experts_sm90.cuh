@@ -321,6 +321,7 @@ struct ExpertGemmKernel {
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) d[j] += bias[j / 2];
+        if (p.delta) add_delta(tile, warp, i, d);
         if constexpr (kGated) {
           store(tile, warp * 8, i, activate_expert<CudaMath, kAct>(d[0], d[2], constants),
                 activate_expert<CudaMath, kAct>(d[1], d[3], constants));
@@ -354,6 +355,19 @@ struct ExpertGemmKernel {
     }
     __syncwarp();
     sum_slots<Out>(p.slots, shared.slots, *tile.gemm, feature);
+  }
+
+  // To the sums of a group of 8 tokens: of both projections of a feature, or of two features.
+  FI_DEVICE void add_delta(const Tile& tile, int warp, int group, float (&d)[4]) const {
+    const ExpertGemm& g = *tile.gemm;
+    const int lane = threadIdx.x % 32, first = tile.feature + warp * (kGated ? 8 : 16) + lane / 4;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int token = group * 8 + lane % 4 * 2 + j % 2, row = kGated ? first : first + j / 2 * 8;
+      if (token >= tile.pass.count || row >= g.features) continue;
+      const int feature = feature_of_row(row, g.order.step) + (kGated && j < 2 ? g.features : 0);
+      d[j] += to_float(static_cast<const In*>(p.delta)[(tile.pass.row + token) * p.delta_row_stride + feature]);
+    }
   }
 
   FI_DEVICE ExpertConstants constants_of(int expert) const {

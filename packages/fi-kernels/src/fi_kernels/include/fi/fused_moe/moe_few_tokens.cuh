@@ -293,6 +293,10 @@ struct MoeFewTokens {
       const T* bias = static_cast<const T*>(p.up.bias) + expert * p.up.bias_row_stride + begin + f;
       up = to_float(bias[0]), gate = to_float(bias[p.width]);
     }
+    if (p.delta && own >= 0) {
+      const T* delta = static_cast<const T*>(p.delta) + own * p.delta_row_stride + begin + f;
+      up += to_float(delta[p.width]), gate += to_float(delta[0]);
+    }
 #pragma unroll 1
     for (int step = unit_warp; step < p.up.lines; step += p.k_warps) {
       cp_async_wait<kSlots - 1>();

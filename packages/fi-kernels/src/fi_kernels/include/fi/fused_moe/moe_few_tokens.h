@@ -38,12 +38,13 @@ struct MoeFewTokensParams {
   const float* weights;       // [tokens, top_k]; null: ones
   void* out;                  // [tokens, hidden]
   void* activated;            // [tokens * top_k, width]
+  const void* delta;          // [tokens * top_k, 2 width], the gate's first: is added before the activation. Null: none
   FewTokensProduct up, down;  // up has the rows of the linear projection, then those of the gate
   const float* alpha;         // [experts]; null: the constant, as of the next two
   const float* beta;
   const float* limit;
   ExpertConstants constants;
-  int64_t x_row_stride, out_row_stride;
+  int64_t x_row_stride, out_row_stride, delta_row_stride;
   int32_t tokens, top_k, hidden, width, experts, first_expert;
   // A work tile of the first product has `features` features of an expert, in units of at most 8, each of `k_warps`
   // warps that share k. One of the second product has `rows` rows of all experts.

@@ -30,9 +30,10 @@ void few_tokens(const Args& a) {
       const ExpertConstants c{constant(a.alpha, e, a.alpha_value), constant(a.beta, e, a.beta_value),
                               constant(a.limit, e, a.limit_value)};
       const auto up = [&](int64_t i) {
+        const float delta = a.delta ? delta_at(a.delta, slot, (i + width) % (2 * width), 0) : -0.f;
         float of_row = 0.f;
         if (a.bias) load(a.bias.at(e * a.bias.stride(0) + i), &of_row, 1);
-        return dot_row(a.up, a.up_scale, e, i, x, row.data(), hidden) + of_row;
+        return dot_row(a.up, a.up_scale, e, i, x, row.data(), hidden) + of_row + delta;
       };
       for (int64_t i = 0; i < width; ++i) act[i] = activate(up(i), up(width + i), c);
       store(act, a.activated.at(slot * a.activated.stride(0)), width);

@@ -15,12 +15,13 @@ struct MoeGatedGemmParams {
   GemmSm90Params gemm;
   float* out_scale;    // [rows, width / 128], contiguous; null for 16 bits
   const void* bias;    // [experts, 2 width], of the type of x or fp32; null: none
+  const void* delta;   // [rows, 2 width], 16 bits, of g and then of u: is added before the activation. Null: none
   const float* alpha;  // [experts]; null: the constants. So are beta and limit
   const float* beta;
   const float* limit;
-  int64_t bias_row_stride;
+  int64_t bias_row_stride, delta_row_stride;
   ExpertConstants constants;
-  int32_t bias_is_float;
+  int32_t bias_is_float, delta_is_half;
 };
 
 }  // namespace fi

@@ -36,23 +36,23 @@ struct StoreGated : StoreRows<Tile, T, false> {
     T* to = static_cast<T*>(p.gemm.problem.out) + out_row * stride + feature;
     __syncwarp();
     if constexpr (kFp8) {
-      activate<0, kSums>(u, tile.b_batch, feature);
+      activate<0, kSums>(u, tile.b_batch, feature, out_row, left);
       stage_e4m3(u, out, out_row, left, feature);
       __syncwarp();
       store_rows(out, to, stride, left, kFeatures, true);
     } else {
-      store_block<0>(d[0], out, tile.b_batch, feature, to, left, columns);
-      if constexpr (kFeatures > 64) store_block<64>(d[0], out, tile.b_batch, feature, to, left, columns);
+      store_block<0>(d[0], out, tile.b_batch, feature, out_row, to, left, columns);
+      if constexpr (kFeatures > 64) store_block<64>(d[0], out, tile.b_batch, feature, out_row, to, left, columns);
     }
   }
 
  private:
   // Up to 64 features from kFirst on. Only theirs are activated, so that few registers are in use beside accumulators.
   template <int kFirst>
-  FI_DEVICE void store_block(float (&d)[2 * kSums], char* block, int expert, int feature, T* out, int left,
+  FI_DEVICE void store_block(float (&d)[2 * kSums], char* block, int expert, int feature, int64_t row, T* out, int left,
                              int columns) const {
     constexpr int kOwn = kFeatures - kFirst < 64 ? kFeatures - kFirst : 64;
-    activate<kFirst / 2, kOwn / 2>(d, expert, feature);
+    activate<kFirst / 2, kOwn / 2>(d, expert, feature, row, left);
     stage_block<T>(block, d, kFirst / 2, NoScales());
     __syncwarp();
     store_rows(block, out + kFirst, p.gemm.problem.out_row_stride, left, min(kOwn, columns - kFirst), true);
@@ -62,12 +62,18 @@ struct StoreGated : StoreRows<Tile, T, false> {
   // u: sums of both projections, of which kCount from kFirst on become the activated values. Those of features beyond
   // the last are not stored.
   template <int kFirst, int kCount>
-  FI_DEVICE void activate(float* u, int expert, int feature) const {
+  FI_DEVICE void activate(float* u, int expert, int feature, int64_t row, int left) const {
     if (p.bias) {
       if (p.bias_is_float)
         add_bias<float, kFirst, kCount>(u, expert, feature);
       else if constexpr (!kFp8)
         add_bias<T, kFirst, kCount>(u, expert, feature);
+    }
+    if (p.delta) {
+      if (p.delta_is_half)
+        add_delta<__half, kFirst, kCount>(u, row, left, feature);
+      else
+        add_delta<__nv_bfloat16, kFirst, kCount>(u, row, left, feature);
     }
     ExpertConstants constants = p.constants;
     if (p.alpha) constants.alpha = p.alpha[expert];
@@ -90,6 +96,29 @@ struct StoreGated : StoreRows<Tile, T, false> {
         const float bias_u = to_float(from[0]), bias_g = to_float(from[width]);
         u[i + c] += bias_u, u[i + c + 2] += bias_u;
         u[kSums + i + c] += bias_g, u[kSums + i + c + 2] += bias_g;
+      }
+    }
+  }
+
+  // Few loads in flight, as accumulators take most registers. Features beyond the last get those of the last.
+  template <class Delta, int kFirst, int kCount>
+  FI_DEVICE void add_delta(float* u, int64_t row, int left, int feature) const {
+    const int width = p.gemm.problem.n / 2, first = feature + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int own = wgmma_row(threadIdx.x % 128) + 8 * h;
+      if (own >= left) continue;
+      const Delta* from = static_cast<const Delta*>(p.delta) + (row + own) * p.delta_row_stride;
+#pragma unroll
+      for (int half = 0; half < 2; ++half, from += width) {
+        float* sums = u + (half ? 0 : kSums) + 2 * h;
+#pragma unroll
+        for (int i = kFirst; i < kFirst + kCount; i += 4) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c)
+            sums[i + c] += to_float(from[kFp8 ? first + i * 2 + c : min(first + i * 2 + c, width - 1)]);
+          if (i % 16 == 12) asm volatile("" ::: "memory");
+        }
       }
     }
   }

@@ -5,7 +5,7 @@
 #include "fi/divisor.h"
 #include "fi/host/contents.h"
 #include "fi/host/op.h"
-#include "fi/linear_attention/tables.h"
+#include "fi/tables.h"
 
 namespace fi {
 

@@ -4,7 +4,7 @@
 
 #include "fi/cpu/reduce.h"
 #include "fi/cpu/row_convert.h"
-#include "fi/linear_attention/tables.h"
+#include "fi/tables.h"
 
 namespace fi::cpu {
 

@@ -1,7 +1,7 @@
 // Parameters of recurrent_gated_delta_rule, shared by launcher, CPU kernel and device code.
 #pragma once
 #include "fi/divisor.h"
-#include "fi/linear_attention/tables.h"
+#include "fi/tables.h"
 
 namespace fi {
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "fi/divisor.h"
 #include "fi/exact.h"
-#include "fi/linear_attention/tables.h"
+#include "fi/tables.h"
 
 namespace fi {
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "fi/cuda/reduce.cuh"
 #include "fi/cuda/vec.cuh"
-#include "fi/linear_attention/tables.h"
+#include "fi/tables.h"
 
 namespace fi {
 

@@ -1,0 +1,332 @@
+// lora_delta: checks the arguments, launches the CUDA kernel or runs the CPU one.
+#include "fi/lora/lora_delta.h"
+
+#include <algorithm>
+
+#include "fi/generated/lora_delta.h"
+#include "fi/host/steps.h"
+#include "fi/lora/contract.h"
+
+#if !FI_CUDA
+#include "fi/cpu/math.h"
+#include "fi/cpu/row_convert.h"
+#endif
+
+namespace fi {
+namespace {
+
+#if !FI_CUDA
+FI_CLONES float dot(const float* x, const float* y, int64_t n) {
+  float sum = 0.f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += x[i] * y[i];
+  return sum;
+}
+
+// The products of a pair, of one slice after another.
+struct CpuPair {
+  const LoraDeltaParams& p;
+  DType dtype;  // of the weights
+  int32_t key;
+
+  const char* weights(const LoraWeights& w, int64_t row) const {
+    const int64_t expert = key & 0xffff,
+                  at = (key >> 16) * w.lora_stride + (w.table ? 0 : expert * w.expert_stride) + row * w.row_stride;
+    const void* first = w.table ? reinterpret_cast<const void*>(w.table[expert]) : w.first;
+    return static_cast<const char*>(first) + at * dtype.bytes();
+  }
+  void multiply(const LoraWeights& w, const float* x, int64_t n, float* out, int64_t rows, float* row) const {
+    const cpu::LoadRow load = cpu::row_loader(dtype);
+    for (int64_t i = 0; i < rows; ++i) {
+      load(weights(w, i), row, n);
+      out[i] = dot(row, x, n);
+    }
+  }
+};
+
+void run_pair(const LoraDeltaParams& p, const LoraDeltaArgs& a, DType dtype, int32_t pair, float* scratch) {
+  const int32_t key = p.pairs.key_of(pair);
+  const cpu::LoadRow load = cpu::row_loader(a.x.dtype()), load_out = cpu::row_loader(a.out.dtype());
+  const cpu::StoreRow store = cpu::row_storer(a.out.dtype()), round = cpu::row_storer(dtype);
+  const int64_t most = std::max<int64_t>({p.in, p.rank, p.columns});
+  float *x = scratch, *h = x + most, *out = h + p.rank, *old = out + most, *row = old + most, *rounded = row + most;
+  if (p.fills(key)) {
+    const bool shrinks = a.stage == kLoraShrink;
+    const int64_t n = shrinks ? p.rank : p.columns;
+    std::fill(out, out + n, -0.f);
+    for (int32_t s = 0; s < (shrinks ? p.slice_count : 1); ++s)
+      store(out, a.out.at(s * p.out_slice_stride + pair * p.out_row_stride), n);
+  }
+  if (key < 0) return;
+  const CpuPair own{p, dtype, key};
+  const float scale = p.scale_of(key >> 16);
+  const int64_t from = p.per_pair ? pair : p.pairs.token_of(pair);
+  const auto finish = [&](int64_t at, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) out[i] *= scale;
+    if (p.add) {
+      load_out(a.out.at(at), old, n);
+      for (int64_t i = 0; i < n; ++i) out[i] += old[i];
+    }
+    store(out, a.out.at(at), n);
+  };
+  if (a.stage != kLoraExpand) load(a.x.at(from * p.x_row_stride), x, p.in);
+  for (int32_t s = 0; s < p.slice_count; ++s) {
+    const LoraSlice& slice = p.slices[s];
+    if (a.stage == kLoraExpand)
+      load(a.x.at(s * p.x_slice_stride + pair * p.x_row_stride), h, p.rank);
+    else
+      own.multiply(slice.a, x, p.in, a.stage == kLoraShrink ? out : h, p.rank, row);
+    if (a.stage == kLoraShrink) {
+      finish(s * p.out_slice_stride + pair * p.out_row_stride, p.rank);
+      continue;
+    }
+    round(h, rounded, p.rank);
+    cpu::row_loader(dtype)(rounded, h, p.rank);
+    own.multiply(slice.b, h, p.rank, out, slice.columns, row);
+    finish(pair * p.out_row_stride + p.begin_of(s), slice.columns);
+  }
+}
+
+void run_cpu(const LoraDeltaParams& p, const LoraDeltaArgs& a, DType dtype) {
+  const int64_t most = std::max<int64_t>({p.in, p.rank, p.columns});
+  cpu::for_rows(p.pairs.count, int64_t{p.slice_count} * p.rank * (p.in + p.columns), 5 * most + p.rank,
+                [&](int64_t pair, float* scratch) { run_pair(p, a, dtype, static_cast<int32_t>(pair), scratch); });
+}
+#endif
+
+// [loras, experts, rows, k] or a table [slices, experts] of addresses, whose slice `s` is meant.
+LoraWeights weights_of(const Tensor& t, int64_t s, int64_t lora_stride, int64_t k, Dim& loras, Dim& experts, Dim& rows,
+                       Dim& columns) {
+  if (t.dtype() == kI64) {
+    FI_CHECK(t.ndim() == 2 && t.size(1) == experts, ValueError, "%s must have shape [slices, %lld]; got %s", t.name(),
+             static_cast<long long>(experts), t.shape_str().c_str());
+    return {nullptr, t.data<int64_t>() + s * t.stride(0), lora_stride, 0, k};
+  }
+  t.inner_contiguous().shape(loras, experts, rows, columns);
+  return {t.data(), nullptr, t.stride(0), t.stride(1), t.stride(2)};
+}
+
+void check_keys(const Kernel& kernel, const LoraDeltaArgs& a, int64_t loras, int64_t tokens) {
+  const Integers adapters(kernel, a.lora_indices);
+  for (int64_t i = 0; i < adapters.size(); ++i)
+    FI_CHECK(adapters[i] < loras, ValueError,
+             "lora_indices must be below %lld, the number of adapters, or negative; got %lld at %lld",
+             static_cast<long long>(loras), static_cast<long long>(adapters[i]), static_cast<long long>(i));
+  if (a.tokens) {
+    const Integers of_pairs(kernel, a.tokens);
+    for (int64_t i = 0; i < of_pairs.size(); ++i)
+      FI_CHECK(of_pairs[i] >= -1 && of_pairs[i] < tokens, ValueError,
+               "sorted_token_ids must be in -1..%lld; got %lld at %lld", static_cast<long long>(tokens - 1),
+               static_cast<long long>(of_pairs[i]), static_cast<long long>(i));
+  }
+}
+
+// The dtype of the weights: of x or, of banks, their own.
+DType weights_dtype(const LoraDeltaArgs& a) {
+  const OptionalTensor& w = a.a ? a.a : a.b;
+  return w && w.dtype() != kI64 ? w.dtype() : a.x.dtype();
+}
+
+LoraDeltaRequest request_of(const LoraDeltaArgs& a) {
+  const DType dtype = weights_dtype(a);  // which x must have, but for an expand
+  return {dtype, a.stage == kLoraExpand ? a.x.dtype() : dtype, a.out.dtype(),
+          static_cast<LoraDeltaRequest::Stage>(a.stage)};
+}
+
+#if FI_CUDA
+// Mean pairs of an adapter and an expert up to which tiles of 8 and of 16 pairs are taken.
+constexpr int64_t kFewPairs = 4, kSomePairs = 10;
+
+const Entry& tile(const Kernel& kernel, int64_t pairs, int64_t bins, int64_t shared_limit, int64_t ranks) {
+  const int64_t mean = pairs / std::max<int64_t>(bins, 1), wanted = mean <= kFewPairs    ? 8
+                                                                    : mean <= kSomePairs ? 16
+                                                                                         : 32;
+  const Entry* best = &kernel.entries.front();
+  for (const Entry& e : kernel.entries) {
+    const auto rows = LoraDeltaConfig::of(e).rows;
+    if (rows <= wanted && 4 * (rows * 2 * (ranks + 4) + 256 * (rows + 1)) <= shared_limit) best = &e;
+  }
+  return *best;
+}
+#endif
+
+void lora_delta(const Kernel& kernel, const LoraDeltaArgs& a) {
+  // 1 check
+  const bool shrinks = a.stage != kLoraExpand, expands = a.stage != kLoraShrink;
+  const DType dtype = weights_dtype(a);
+  LoraDeltaParams p{};
+  Dim tokens{"tokens"}, pairs{"pairs"}, in{"in"}, rank{"rank"}, loras{"loras"}, experts{"experts"}, slices{"slices"},
+      width{"columns"};
+  FI_CHECK(bool(a.a) == shrinks && bool(a.b) == expands, ValueError,
+           "lora_a_weights and lora_b_weights must be given where they are used");
+  a.x.is({kBF16, kF16, kF32}).inner_contiguous();
+  a.out.is({kBF16, kF16, kF32}).on(a.x).inner_contiguous();
+  FI_CHECK(dtype == kBF16 || dtype == kF16, TypeError, "adapters must be bfloat16 or float16; got %s%s",
+           dtype.str().c_str(), dtype == kF32 ? ": with addresses they have the dtype of x" : "");
+  FI_CHECK(a.stage == kLoraExpand || a.x.dtype() == dtype, TypeError,
+           "x must have the dtype of the adapters, %s; got %s", dtype.str().c_str(), a.x.dtype().str().c_str());
+  if (shrinks && !a.per_pair) a.x.shape(tokens, in);
+  p.pairs.adapters = lora_table(a.lora_indices, a.x, tokens);
+
+  // Pairs: each has a token, or they are the slots of the tokens.
+  p.pairs.top_k = 1;
+  if (a.tokens) {
+    p.pairs.tokens = lora_table(a.tokens, a.x, pairs);
+    if (a.experts) p.pairs.experts = lora_table(a.experts, a.x, pairs);
+  } else if (a.experts) {
+    Dim top_k{"top_k"};
+    a.experts.is({kI32, kI64}).on(a.x).shape(tokens, top_k);
+    p.pairs.experts = {a.experts.data(), a.experts.stride(0), a.experts.stride(1), a.experts.dtype().bits == 64};
+    p.pairs.top_k = static_cast<int32_t>(std::max<int64_t>(1, top_k));
+    pairs.value = tokens * top_k;
+  } else {
+    pairs.value = tokens;
+  }
+  if (a.offsets) {
+    Dim ends{"experts + 1"};
+    a.offsets.is({kI32}).on(a.x).contiguous().shape(ends);
+    FI_CHECK(ends >= 2, ValueError, "offsets must be for one expert or more; got %s", a.offsets.shape_str().c_str());
+    experts.value = ends - 1;
+    p.pairs.offsets = a.offsets.data<int32_t>();
+  }
+  const OptionalTensor* banks_a[] = {&a.a, &a.a1, &a.a2};
+  const OptionalTensor* banks_b[] = {&a.b, &a.b1, &a.b2};
+  const OptionalTensor& first = shrinks ? a.a : a.b;
+  const bool tables = first.dtype() == kI64;
+  if (tables) {
+    FI_CHECK(first.ndim() == 2, ValueError, "%s must have shape [slices, experts]; got %s", first.name(),
+             first.shape_str().c_str());
+    slices.value = first.size(0), experts.value = first.size(1);
+  } else {
+    slices.value = 0;
+    while (slices < kMostLoraSlices && *(shrinks ? banks_a : banks_b)[slices]) ++slices.value;
+  }
+  FI_CHECK(slices >= 1 && slices <= kMostLoraSlices, ValueError, "1 to %d slices are taken at a time; got %lld",
+           kMostLoraSlices, static_cast<long long>(slices));
+  // x and out
+  if (a.stage == kLoraExpand) {
+    a.x.shape(slices, pairs, rank);
+  } else if (a.per_pair) {
+    a.x.shape(pairs, in);
+  }
+  if (a.stage == kLoraShrink) {
+    a.out.shape(slices, pairs, rank);
+  } else {
+    a.out.shape(pairs, width);
+  }
+  if (a.rank >= 0) {
+    FI_CHECK(rank.value < 0 || rank == a.rank, ValueError, "rank must be %lld; got %lld", static_cast<long long>(rank),
+             static_cast<long long>(a.rank));
+    rank.value = a.rank;
+  }
+  int64_t begin = 0;
+  for (int32_t s = 0; s < slices; ++s) {
+    LoraSlice& slice = p.slices[s];
+    Dim columns{"out", tables ? a.columns : -1};
+    if (shrinks) {
+      const OptionalTensor& w = tables ? a.a : *banks_a[s];
+      if (!tables) w.as("lora_a_weights").on(a.x).is({dtype});
+      slice.a = weights_of(w.as("lora_a_weights"), s, a.a_stride, in, loras, experts, rank, in);
+    }
+    if (expands) {
+      const OptionalTensor& w = tables ? a.b : *banks_b[s];
+      FI_CHECK(bool(w), ValueError, "lora_b_weights must have as many slices as lora_a_weights, %lld",
+               static_cast<long long>(slices));
+      if (!tables) w.as("lora_b_weights").on(a.x).is({dtype});
+      slice.b = weights_of(w.as("lora_b_weights"), s, a.b_stride, rank, loras, experts, columns, rank);
+      slice.begin = begin, slice.columns = static_cast<int32_t>(columns);
+      FI_CHECK(columns > 0 && columns % 8 == 0, ValueError,
+               "lora_b_weights must have a multiple of 8 columns of the output; got %lld",
+               static_cast<long long>(columns));
+      begin += columns;
+    }
+  }
+  FI_CHECK(!expands || a.begins || (a.begin >= 0 && begin + a.begin <= width), ValueError,
+           "out must have %lld columns; got %s", static_cast<long long>(begin + a.begin), a.out.shape_str().c_str());
+  if (a.begins) {
+    a.begins.is({kI64}).on(a.x).contiguous().shape(slices);
+    p.begins = a.begins.data<int64_t>();
+  }
+  if (loras.value < 0) loras.value = kMostLoras;
+  FI_CHECK(rank >= 8 && rank <= 256 && rank % 8 == 0, ValueError,
+           "lora_a_weights and lora_b_weights must have a rank of 8 to 256, a multiple of 8; got %lld: pad with zeros",
+           static_cast<long long>(rank));
+  FI_CHECK(!shrinks || (in % 8 == 0 && in > 0 && in < 1 << 24), ValueError,
+           "x must have a multiple of 8 columns; got %s", a.x.shape_str().c_str());
+  FI_CHECK(experts <= kMostLoraExperts && loras <= kMostLoras, ValueError,
+           "adapters must be at most %lld, for at most %lld experts; got %lld and %lld",
+           static_cast<long long>(kMostLoras), static_cast<long long>(kMostLoraExperts), static_cast<long long>(loras),
+           static_cast<long long>(experts));
+  FI_CHECK(pairs < 1 << 24 && tokens < 1 << 24, ValueError, "pairs must be fewer than 2^24; got %lld",
+           static_cast<long long>(pairs));
+  FI_CHECK(!shrinks || a.x.stride(0) * a.x.size(0) < int64_t{1} << 34, ValueError,
+           "x must have fewer than 2^34 elements; got %s", a.x.shape_str().c_str());
+  if (a.scales) {
+    a.scales.is({kF32}).on(a.x).contiguous();
+    FI_CHECK(a.scales.ndim() == 1 && (tables || a.scales.size(0) == loras), ValueError,
+             "scale must have shape [%lld], one for each adapter; got %s", static_cast<long long>(loras),
+             a.scales.shape_str().c_str());
+    p.scales = a.scales.data<float>();
+  }
+  if (pairs == 0) return;
+  if (kernel.checks_contents(a.x.device())) check_keys(kernel, a, loras, tokens);
+
+  // 2 shape
+  p.pairs.first_expert = a.first_expert;
+  p.pairs.count = static_cast<int32_t>(pairs);
+  p.pairs.token_count = static_cast<int32_t>(tokens);
+  p.pairs.expert_count = static_cast<int32_t>(experts);
+  p.pairs.loras = static_cast<int32_t>(loras);
+  for (LoraSlice& slice : p.slices) slice.begin += a.begin;
+  p.out = a.out.data();
+  p.x = a.x.data();
+  p.x_row_stride = a.x.stride(-2);
+  p.x_slice_stride = a.x.ndim() == 3 ? a.x.stride(0) : 0;
+  p.out_row_stride = a.out.stride(-2);
+  p.out_slice_stride = a.out.ndim() == 3 ? a.out.stride(0) : 0;
+  p.scale = static_cast<float>(a.scale);
+  p.slice_count = static_cast<int32_t>(slices);
+  p.rank = static_cast<int32_t>(rank);
+  p.in = static_cast<int32_t>(shrinks ? in.value : 0);
+  p.columns = static_cast<int32_t>(expands ? width.value : 0);
+  p.per_pair = a.per_pair, p.add = a.add, p.fill = a.fill;
+
+  // 3 launch
+#if FI_CUDA
+  const auto aligned = [&](const Tensor& t, int64_t bytes) {
+    FI_CHECK(t.row_alignment(bytes) == bytes, ValueError,
+             "%s must have rows at multiples of %lld bytes; got stride %lld", t.name(), static_cast<long long>(bytes),
+             static_cast<long long>(t.stride(-2)));
+  };
+  if (shrinks) aligned(a.x, 16);
+  if (expands) aligned(a.out, 4);
+  for (int32_t s = 0; !tables && s < slices; ++s) {
+    if (shrinks) aligned(*banks_a[s], 16);
+    if (expands) aligned(*banks_b[s], 16);
+  }
+  // A cluster shares what is read for few bins. It depends on the adapters, not on the batch, and so do the bits.
+  const int64_t bins = tables ? experts * 8 : loras * experts;
+  const unsigned most = kernel.capability == 90 ? 8 : 1;
+  Launch launch{1};
+  launch.cluster = bins <= 32 ? most : bins <= 128 ? std::min(most, 4u) : 1;
+  const Entry& entry = tile(kernel, pairs, bins, kernel.shared_limit(a.x.device()), slices * rank);
+  const auto config = LoraDeltaConfig::of(entry);
+  const int64_t windows = (pairs + config.window - 1) / config.window;
+  const int64_t wave = (8 * kernel.multiprocessors(a.x.device()) / launch.cluster + windows - 1) / windows;
+  p.groups = static_cast<int32_t>(std::min(std::clamp<int64_t>(wave, 32, config.window), pairs.value));
+  launch.grid_x = windows * p.groups * launch.cluster;
+  launch.shared_bytes =
+      4 * (config.rows * (launch.cluster > 1 ? 2 : 1) * (slices * rank + 4) + 256 * (config.rows + 1));
+  launch.pdl = kernel.pdl(a.enable_pdl);
+  kernel.launch(entry, launch, a.x.device(), p);
+#else
+  (void)a.enable_pdl;
+  run_cpu(p, a, dtype);
+#endif
+}
+
+}  // namespace
+}  // namespace fi
+
+FI_OP(fi::lora_delta, fi::request_of)
+FI_STEPS

@@ -1,0 +1,86 @@
+// Parameters of lora_delta, shared by launcher, CPU and device code.
+#pragma once
+#include "fi/find_segment.h"
+#include "fi/tables.h"
+#include "fi/types.h"
+
+namespace fi {
+
+constexpr int32_t kMostLoraSlices = 3;
+constexpr int64_t kMostLoraExperts = 1 << 16, kMostLoras = 1 << 15;  // a key has 16 and 15 bits of them
+
+// Which adapter and which expert the pairs have. A pair is a row of the output.
+struct LoraPairs {
+  IndexTable tokens;    // [count]; none: pair j is of token j / top_k
+  IndexTable experts;   // [count], or [tokens, top_k]; none: offsets, or one expert
+  IndexTable adapters;  // [token_count]; negative: none
+  const int32_t*
+      offsets;  // [experts + 1]: the pairs of each expert; pairs behind the last are none. Null: no such order
+  int64_t first_expert;
+  int32_t count, token_count, top_k, expert_count, loras;
+
+  static constexpr int32_t kNoAdapter = -1, kNoPair = -2;
+
+  FI_HOST_DEVICE int64_t token_of(int32_t pair) const { return tokens.data ? tokens.at(pair) : pair / top_k; }
+  // adapter << 16 | expert; kNoAdapter; or kNoPair: of an expert elsewhere, or of no token.
+  FI_HOST_DEVICE int32_t key_of(int32_t pair) const {
+    const int64_t token = token_of(pair);
+    if (token < 0 || token >= token_count) return kNoPair;
+    int64_t expert = 0;
+    if (offsets)
+      expert = find_segment(offsets, expert_count, pair);
+    else if (experts.data)
+      expert = experts.at(tokens.data ? pair : pair / top_k, tokens.data ? 0 : pair % top_k) - first_expert;
+    if (expert < 0 || expert >= expert_count) return kNoPair;
+    const int64_t adapter = adapters.at(token);
+    if (adapter < 0 || adapter >= loras) return kNoAdapter;
+    return static_cast<int32_t>(adapter << 16 | expert);
+  }
+};
+
+// The weights of an adapter for an expert, at first + adapter * lora_stride + expert * expert_stride, or, with a table
+// of addresses, at table[expert] + adapter * lora_stride. Strides are in elements.
+struct LoraWeights {
+  const void* first;
+  const int64_t* table;
+  int64_t lora_stride, expert_stride, row_stride;
+};
+
+// Columns [begin, begin + columns) of the output.
+struct LoraSlice {
+  LoraWeights a;  // [rank, in]
+  LoraWeights b;  // [columns, rank]
+  int64_t begin;
+  int32_t columns;
+};
+
+// For each pair, with its token's adapter l and its expert e, and each slice:
+//   kLoraDelta:  out[pair, columns] = scale scales[l] b[l, e] (a[l, e] x)
+//   kLoraShrink: out[slice, pair] += scale (a[l, e] x)
+//   kLoraExpand: out[pair, columns] = scale b[l, e] x[slice, pair]
+// where x is x[token], or x[pair]. add: to out. fill: pairs without an adapter, and those of experts elsewhere but for
+// what is behind the offsets, get -0, which changes no bit where it is added; else they are not written.
+enum LoraStage : int32_t { kLoraDelta = 0, kLoraShrink = 1, kLoraExpand = 2 };
+
+struct LoraDeltaParams {
+  LoraPairs pairs;
+  LoraSlice slices[kMostLoraSlices];
+  void* out;
+  const void* x;
+  const int64_t* begins;  // [slices], on the device: the first column of each; null: those of the slices
+  const float* scales;    // [loras]; null: ones
+  int64_t x_row_stride, x_slice_stride, out_row_stride, out_slice_stride;
+  float scale;
+  int32_t slice_count, rank, in, columns;  // columns: of a row of out
+  int32_t per_pair, add, fill;
+  // CTAs, or clusters of them, that share the pairs of a window.
+  int32_t groups;
+
+  FI_HOST_DEVICE bool fills(int32_t key) const {
+    return fill && (key == LoraPairs::kNoAdapter || (key == LoraPairs::kNoPair && !pairs.offsets));
+  }
+  FI_HOST_DEVICE int64_t begin_of(int32_t slice) const { return begins ? begins[slice] : slices[slice].begin; }
+  FI_HOST_DEVICE float scale_of(int32_t adapter) const { return scales ? scale * scales[adapter] : scale; }
+};
+
+}  // namespace fi

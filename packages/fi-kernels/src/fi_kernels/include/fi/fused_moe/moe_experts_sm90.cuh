@@ -309,6 +309,9 @@ struct ExpertGemmKernel {
                                      : kGated       ? g.features + row
                                                     : min(row + 8, g.features - 1)]);
       }
+      const bool adds = p.delta && g.activated;
+      float delta[4] = {};  // of the first group: it arrives while the products are computed
+      if (adds) load_delta(tile, warp, 0, delta);
       float sum[Mainloop::kCount];
       mainloop.run(sum, at);
 #pragma unroll
@@ -321,7 +324,11 @@ struct ExpertGemmKernel {
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) d[j] += bias[j / 2];
-        if (p.delta) add_delta(tile, warp, i, d);
+        if (adds) {
+          if (i > 0) load_delta(tile, warp, i, delta);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) d[j] += delta[j];
+        }
         if constexpr (kGated) {
           store(tile, warp * 8, i, activate_expert<CudaMath, kAct>(d[0], d[2], constants),
                 activate_expert<CudaMath, kAct>(d[1], d[3], constants));
@@ -357,16 +364,17 @@ struct ExpertGemmKernel {
     sum_slots<Out>(p.slots, shared.slots, *tile.gemm, feature);
   }
 
-  // To the sums of a group of 8 tokens: of both projections of a feature, or of two features.
-  FI_DEVICE void add_delta(const Tile& tile, int warp, int group, float (&d)[4]) const {
+  // What is added to the sums of a group of 8 tokens: of both projections of a feature, or of two features. -0: nothing.
+  FI_DEVICE void load_delta(const Tile& tile, int warp, int group, float (&delta)[4]) const {
     const ExpertGemm& g = *tile.gemm;
     const int lane = threadIdx.x % 32, first = tile.feature + warp * (kGated ? 8 : 16) + lane / 4;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int token = group * 8 + lane % 4 * 2 + j % 2, row = kGated ? first : first + j / 2 * 8;
+      delta[j] = -0.f;
       if (token >= tile.pass.count || row >= g.features) continue;
       const int feature = feature_of_row(row, g.order.step) + (kGated && j < 2 ? g.features : 0);
-      d[j] += to_float(static_cast<const In*>(p.delta)[(tile.pass.row + token) * p.delta_row_stride + feature]);
+      delta[j] = to_float(static_cast<const In*>(p.delta)[(tile.pass.row + token) * p.delta_row_stride + feature]);
     }
   }
 

@@ -14,6 +14,7 @@ namespace fi {
 constexpr int kLoraWarps = 8, kLoraThreads = 32 * kLoraWarps, kLoraWindow = 2 * kLoraThreads;
 constexpr int kLoraRankRows = 32;  // of `a` that a pass over x multiplies
 constexpr int kLoraStep = 32;      // values of k of a lane's 16 bytes, in four lanes
+constexpr int kLoraLine = 64;      // values of a line of L2
 
 // T: of the weights.
 template <class T, class X, class Out, LoraStage kStage, int kTiles>
@@ -67,6 +68,7 @@ struct LoraDelta {
     const int window = cluster / groups, first = window * kLoraWindow, own = cluster - window * groups;
     const int here = min(kLoraWindow, p.pairs.count - first);
     pdl_wait();
+    pdl_launch_dependents();  // who reads what this kernel writes waits for its end
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int at = h * kLoraThreads + static_cast<int>(threadIdx.x);
@@ -85,7 +87,6 @@ struct LoraDelta {
       if (!collect(first, candidate, s.same[turn])) continue;
       compute();
     }
-    pdl_launch_dependents();
   }
 
  private:
@@ -121,6 +122,7 @@ struct LoraDelta {
   }
 
   FI_DEVICE void compute() {
+    prefetch();
     if constexpr (kStage == kLoraExpand) {
       load_sums();
       __syncthreads();
@@ -144,6 +146,33 @@ struct LoraDelta {
     const T* first = w.table ? reinterpret_cast<const T*>(w.table[expert()])
                              : static_cast<const T*>(w.first) + expert() * w.expert_stride;
     return first + adapter() * w.lora_stride;
+  }
+  // All weights of this CTA at once: registers hold too few of them for the latency of memory.
+  FI_DEVICE void prefetch() const {
+#pragma unroll 1
+    for (int slice = 0; slice < p.slice_count; ++slice) {
+      const LoraSlice& own = p.slices[slice];
+      if constexpr (kStage != kLoraExpand) {
+        const int steps = (p.in + kLoraStep - 1) / kLoraStep, first = part() - warp;
+        const int begin = steps * first / parts() * kLoraStep;
+        const int count = min(steps * (first + kLoraWarps) / parts() * kLoraStep, p.in) - begin;
+        const int lines = (count + kLoraLine - 1) / kLoraLine;
+        const T* a = weights_of(own.a) + begin;
+#pragma unroll 1
+        for (int i = static_cast<int>(threadIdx.x); i < lines * p.rank; i += kLoraThreads)
+          prefetch_l2(a + i / lines * own.a.row_stride + i % lines * kLoraLine);
+      }
+      if constexpr (kStage != kLoraShrink) {
+        const int tiles = (own.columns + 15) / 16, first = part() - warp;
+        const int begin = tiles * first / parts() * 16;
+        const int count = min(tiles * (first + kLoraWarps) / parts() * 16, own.columns) - begin;
+        const T* b = weights_of(own.b) + begin * own.b.row_stride;
+#pragma unroll 1
+        for (int i = static_cast<int>(threadIdx.x) * kLoraLine; i < count * static_cast<int>(own.b.row_stride);
+             i += kLoraThreads * kLoraLine)
+          prefetch_l2(b + i);
+      }
+    }
   }
   FI_DEVICE static uint4 load_if(bool exists, const void* from) {
     return exists ? __ldg(static_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);

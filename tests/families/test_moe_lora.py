@@ -13,6 +13,7 @@ from fi_core.fused_moe import ActivationType as Act
 from fi_core.fused_moe import (
     ExpertLora,
     cutlass_fused_moe,
+    cutlass_fused_moe_workspace_size,
     interleave_moe_scales_for_sm90_mixed_gemm,
     interleave_moe_weights_for_sm90_mixed_gemm,
 )
@@ -100,6 +101,23 @@ def test_adapters_of_experts(tokens: int, form: str, device: str) -> None:
     again = cutlass_fused_moe(x, ids, scales, w1, w2, BF16, lora=lora, **more)
     assert torch.equal(got, again)
     assert tokens == 1 or not torch.equal(got, base)
+
+
+@pytest.mark.parametrize("tokens", [4, 64])
+def test_results_in_a_workspace(tokens: int, device: str) -> None:
+    """Of the size for adapters, and nothing behind it is written."""
+    w1, w2, *_ = weights_of("16 bits", device, 2 * INTER)
+    x, (ids, scales) = rand(tokens, HIDDEN, dtype=BF16, device=device), chosen(tokens, EXPERTS, TOP_K, device)
+    sizes: Any = (tokens, HIDDEN, INTER, EXPERTS, TOP_K)
+    dtypes: Any = {"x_dtype": BF16, "weight_dtype": BF16}
+    size = cutlass_fused_moe_workspace_size(*sizes, **dtypes, lora=True)
+    assert size > cutlass_fused_moe_workspace_size(*sizes, **dtypes)
+    memory = torch.full((size + 4096,), 0xFF, dtype=torch.uint8, device=device)
+    lora = adapters(tokens, device)
+    want = cutlass_fused_moe(x, ids, scales, w1, w2, BF16, lora=lora)
+    got = cutlass_fused_moe(x, ids, scales, w1, w2, BF16, lora=lora, workspace_buffer=memory[:size])
+    assert torch.equal(got, want)
+    assert memory[size:].eq(0xFF).all()
 
 
 @pytest.mark.parametrize("rank", [8, 64, 256])

@@ -49,6 +49,7 @@ def cutlass_fused_moe_workspace_size(
     use_wfp4afp8_humming: bool = False,
     device: torch.device | None = None,
     backend: str = "cutlass",
+    lora: bool = False,
 ) -> int:
     """Returns the bytes of a `workspace_buffer` with which `cutlass_fused_moe` allocates nothing between its kernels.
 
@@ -71,6 +72,7 @@ def cutlass_fused_moe_workspace_size(
         use_fused_finalize, device: accepted.
         backend: as for `cutlass_fused_moe`.
         use_wfp4afp8_humming: whether activations of mxfp4 weights become e4m3.
+        lora: whether calls have adapters.
 
     Raises:
         ValueError: a number does not fit; the text names the argument.
@@ -108,6 +110,8 @@ def cutlass_fused_moe_workspace_size(
     ]
     if use_wfp4afp8_humming and use_mxfp8_act_scaling:  # operands in e4m3 and its scales, and in bf16
         sizes += [size for n in (max_num_tokens * hidden_size, slots * width) for size in (n, n // 32, 2 * n)]
+    if lora:  # what is added to the first product; the second of few tokens
+        sizes += [2 * slots * columns, 2 * slots * hidden_size]
     return ALIGNMENT + sum(map(aligned, sizes))
 
 

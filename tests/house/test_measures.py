@@ -8,7 +8,7 @@ import measures
 
 BOUNDS = {
     "lines": 1914,
-    "attention": 12428,
+    "attention": 12392,
     "execs": 2,
     "memory": 0,
     "reads": 0,

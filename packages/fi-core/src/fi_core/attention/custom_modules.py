@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -311,11 +312,9 @@ def customised(
     if jit_args is None:
         raise ValueError(f"jit_kwargs: jit_args are required beside them; got {', '.join(jit_kwargs or ())} alone")
     _check_backend(backend, ("auto", "fa2", "fa3") if kind == "prefill" else ("auto", "fa2"))
-    names = (
-        "uri, dtype_q, dtype_kv, dtype_o, idtype, head_dim_qk, head_dim_vo, additional_tensor_names, "
-        "additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes, variant_name, variant_decl"
-    )
-    least = names.count(",") + 1
+    parameters = inspect.signature(gen_customize_batch_decode_module).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty]
+    least, names = len(required), ", ".join(required)
     if not isinstance(jit_args, (tuple, list)):
         raise TypeError(f"jit_args: a tuple is required, of {names}; got {type(jit_args).__name__}")
     if len(jit_args) < least:

@@ -85,14 +85,11 @@ def gen_single_prefill_module(
 ) -> base.JitSpec:
     """Returns the kernels of `single_prefill_with_kv_cache` for one configuration, for few and many query tokens.
 
+    The arguments that are not listed are those of gen_single_decode_module.
+
     Args:
         backend: "auto", "fa2" or "fa3"; the module has the kernels of all.
-        dtype_q, dtype_kv, dtype_o: torch dtypes.
-        head_dim_qk, head_dim_vo: head dimensions.
-        pos_encoding_mode: code of `PosEncodingMode`.
         use_sliding_window, use_fp16_qk_reduction: without effect: kernels take any window and accumulate in fp32.
-        use_logits_soft_cap: whether scores are capped.
-        targets: `base.default_targets()` if None.
 
     Raises:
         ValueError: backend is another word.
@@ -120,13 +117,10 @@ def gen_batch_decode_module(
 ) -> base.JitSpec:
     """Returns the kernels of batch decode for one configuration; `gen_module("batch_decode")` without a dtype.
 
+    The arguments that are not listed are those of gen_single_decode_module.
+
     Args:
-        dtype_q, dtype_kv, dtype_o: torch dtypes.
         dtype_idx, use_sliding_window: without effect: kernels read int32 and take any window.
-        head_dim_qk, head_dim_vo: head dimensions.
-        pos_encoding_mode: code of `PosEncodingMode`.
-        use_logits_soft_cap: whether scores are capped.
-        targets: `base.default_targets()` if None.
         axes: as for `gen_module`; without effect if dtype_q is given.
 
     Raises:
@@ -156,15 +150,12 @@ def gen_batch_prefill_module(
 ) -> base.JitSpec:
     """Returns the kernels of batch prefill for one configuration; `gen_module("batch_prefill")` without a backend.
 
+    The arguments that are not listed are those of gen_single_decode_module.
+
     Args:
         backend: "auto", "fa2" or "fa3"; the module has the kernels of all.
-        dtype_q, dtype_kv, dtype_o: torch dtypes.
         dtype_idx, use_sliding_window, use_fp16_qk_reduction: without effect: kernels read int32, take any window and
             accumulate in fp32.
-        head_dim_qk, head_dim_vo: head dimensions.
-        pos_encoding_mode: code of `PosEncodingMode`.
-        use_logits_soft_cap: whether scores are capped.
-        targets: `base.default_targets()` if None.
         axes: as for `gen_module`; without effect if backend is given.
 
     Raises:
@@ -193,14 +184,11 @@ def gen_batch_attention_module(
 ) -> base.JitSpec:
     """Returns the kernels of `BatchAttention` for one configuration: those of batch prefill and batch decode.
 
+    The arguments that are not listed are those of gen_single_decode_module.
+
     Args:
-        dtype_q, dtype_kv, dtype_o: torch dtypes.
         dtype_idx: without effect: kernels read int32.
-        head_dim_qk, head_dim_vo: head dimensions.
-        pos_encoding_mode: code of `PosEncodingMode`.
-        use_logits_soft_cap: whether scores are capped.
         use_profiler: must be False.
-        targets: `base.default_targets()` if None.
 
     Raises:
         ValueError: use_profiler is True.
@@ -230,14 +218,14 @@ def gen_pod_module(
 ) -> base.JitSpec:
     """Returns the kernels of the POD wrappers for one configuration of prefill (`_p`) and one of decode (`_d`).
 
+    The arguments that are not listed are those of gen_single_decode_module.
+
     Args:
-        dtype_q, dtype_kv, dtype_o: torch dtypes.
         head_dim: head dimension of q, k and v.
         pos_encoding_mode_p, pos_encoding_mode_d: codes of `PosEncodingMode`.
         use_sliding_window_p, use_sliding_window_d, use_fp16_qk_reduction, dtype_idx: without effect, as for
             `gen_batch_prefill_module`.
         use_logits_soft_cap_p, use_logits_soft_cap_d: whether scores are capped.
-        targets: `base.default_targets()` if None.
 
     Raises:
         UnsupportedError: (a ValueError) No implementation supports it.
@@ -268,13 +256,14 @@ def gen_batch_mla_module(
 
     `gen_module("batch_mla")` without a backend.
 
+    The arguments that are not listed are those of gen_single_decode_module.
+
     Args:
         backend: "auto", "fa2" or "fa3"; the module has the kernels of all.
         dtype_q, dtype_kv, dtype_o: torch dtypes; dtype_o is that of q.
         dtype_idx: without effect: kernels read int32.
         head_dim_ckv, head_dim_kpe: 512 and 64; head_dim_kpe may be 0.
         use_profiler: must be False.
-        targets: `base.default_targets()` if None.
         axes: as for `gen_module`; without effect if backend is given.
 
     Raises:

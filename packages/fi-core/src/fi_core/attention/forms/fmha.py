@@ -161,7 +161,7 @@ def trtllm_fmha_v2_prefill(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Prefill attention without a plan: `softmax(mask(q k^T * bmm1_scale)) v * bmm2_scale` (TensorRT-LLM's FMHA v2).
 
-    All tensors are on the device.
+    All tensors are on the device. out and sinks are those of `trtllm_batch_decode_with_kv_cache`.
 
     Args:
         qkv: by input_layout. "PACKED_QKV": `[tokens, 3, num_heads, head_dim]`. "CONTIGUOUS_Q_KV": (q `[qo_tokens,
@@ -178,9 +178,7 @@ def trtllm_fmha_v2_prefill(
         block_tables: int32 `[batch_size, max_pages]`, for paged layouts. With a cache that is a tuple also int32
             `[batch_size, 2, max_pages]`: pages of K, and pages of V counted from the first page of k_cache; both caches
             must have the same pages, which is checked where tables are checked.
-        out: written and returned if given.
         out_dtype: dtype of a new output; default q's.
-        sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to row_sum.
         pos_encoding_mode: None or "NONE"; "ROPE_LLAMA" or "ALIBI", as in the wrappers. Case does not matter.
         logits_soft_cap_scale: c > 0 replaces scores by `c tanh(score / c)`.
         mask_mode: "causal" (aligned to the bottom right), "sliding_window" (causal, and window_left keys before a row's

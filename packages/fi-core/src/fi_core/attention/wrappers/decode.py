@@ -60,11 +60,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             backend "auto" or "fa2"; it is compiled here. Its tensors and scalars then follow the cache in `run`.
 
     Raises:
-        KeyError: kv_layout.
-        ValueError: backend or buffers.
-        NotImplementedError: a backend of another library.
-        LibraryError: "cudnn" without its frontend.
-        CompileError: the variant does not compile; the errors of the generator are raised as well.
+        The errors of BatchPrefillWithPagedKVCacheWrapper.
     """
 
     @method_with_lse

@@ -9,7 +9,7 @@ from fi_core.attention.reference import attend_pages, attend_request
 from fi_core.attention.wrappers import inputs, trace
 from fi_core.attention.wrappers.inputs import PAGED, attention_work, kept, lengths_of, paged, plain_calls
 from fi_core.observe.draw import Draw
-from fi_core.observe.trace import Planned, Scalar, Tensor, Work, options
+from fi_core.observe.trace import Planned, Scalar, Tensor, Work, options, tensors
 
 
 def _mixed_reference(kv_len_arr, **options):  # type: ignore[no-untyped-def]
@@ -48,19 +48,18 @@ def _work_mixed(x: Mapping[str, Any]) -> Work:
 MIXED = trace.template(
     "gqa_paged_mixed",
     {
-        "q": Tensor(["total_q", "num_qo_heads", "head_dim"]),
+        **tensors(q="total_q num_qo_heads head_dim"),
         **trace.caches("kv_cache"),
         **trace.QO_INDPTR,
-        "kv_indptr": trace.TABLE["kv_indptr"],
-        "kv_indices": trace.TABLE["kv_indices"],
-        "kv_len_arr": Tensor(["batch_size"], dtype="int32"),
+        **{name: trace.TABLE[name] for name in ("kv_indptr", "kv_indices")},
+        **tensors({"dtype": "int32"}, kv_len_arr="batch_size"),
         "sm_scale": Scalar(),
         **options(bool="causal", string="kv_layout"),
     },
     _mixed_reference,
     outputs={
-        "output": Tensor(["total_q", "num_qo_heads", "head_dim"], dtype_from="q"),
-        "lse": Tensor(["total_q", "num_qo_heads"], dtype="float32"),
+        **tensors({"dtype_from": "q"}, output="total_q num_qo_heads head_dim"),
+        **tensors({"dtype": "float32"}, lse="total_q num_qo_heads"),
     },
     constraints=("len_indptr == batch_size + 1",),
     op=(*trace.PREFILL, *trace.DECODE),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fi_core.attention.wrappers.inputs import lengths_of
 from fi_core.observe.draw import Draw, nbytes
 from fi_core.observe.trace import Planned, Scalar, Tensor, TraceTemplate, Work, axes_of, options, sized, tensors, words
 from fi_core.utils import canonicalize_torch_dtype, ceil_div
@@ -48,8 +49,8 @@ def _reference(  # type: ignore[no-untyped-def]
 
 @sized(batch_size=64, kv_len=4096, qo_len=1, num_heads=16, page_size=64, causal=False, dtype="bfloat16", kv_dtype=None)
 def _make(draw: Draw, s: Any) -> dict[str, Any]:
-    kv_lens = [s.kv_len] * s.batch_size if isinstance(s.kv_len, int) else list(s.kv_len)
-    qo_lens = [s.qo_len] * len(kv_lens) if isinstance(s.qo_len, int) else list(s.qo_len)
+    kv_lens = lengths_of(s.kv_len, s.batch_size)
+    qo_lens = lengths_of(s.qo_len, len(kv_lens))
     counts = [ceil_div(n, s.page_size) for n in kv_lens]
     fp8 = canonicalize_torch_dtype(s.kv_dtype or s.dtype).itemsize == 1
     pages, tokens = sum(counts) + 1, sum(qo_lens)
@@ -58,27 +59,18 @@ def _make(draw: Draw, s: Any) -> dict[str, Any]:
         rows = draw.pages((pages, s.page_size, width), s.kv_dtype or s.dtype)
         return rows if fp8 else draw.rows(rows)  # CUDA kernels require rows at multiples of 16 bytes
 
+    q = {n: draw.rows(draw.normal((tokens, s.num_heads, w), s.dtype)) for n, w in (("q_nope", 512), ("q_pe", 64))}
+    tables = {"ckv_cache": cache(512), "kpe_cache": cache(64), "qo_indptr": draw.offsets(qo_lens)}
+    tables |= {"kv_indptr": draw.offsets(counts), "kv_indices": draw.permutation(pages)[: pages - 1].int()}
     scales = {"ckv_scale": 0.5, "kpe_scale": 1.5} if fp8 else {}
-    return {
-        "q_nope": draw.rows(draw.normal((tokens, s.num_heads, 512), s.dtype)),
-        "q_pe": draw.rows(draw.normal((tokens, s.num_heads, 64), s.dtype)),
-        "ckv_cache": cache(512),
-        "kpe_cache": cache(64),
-        "qo_indptr": draw.offsets(qo_lens),
-        "kv_indptr": draw.offsets(counts),
-        "kv_indices": draw.permutation(pages)[: pages - 1].int(),
-        "kv_len_arr": draw.int32(kv_lens),
-        "sm_scale": _SCALE,
-        "causal": s.causal,
-        **scales,
-    }
+    return {**q, **tables, "kv_len_arr": draw.int32(kv_lens), "sm_scale": _SCALE, "causal": s.causal, **scales}
 
 
 def _plan(wrapper: Callable[..., Any], x: Mapping[str, Any]) -> Any:
     import torch
 
     planned = wrapper(torch.empty(_WORKSPACE, dtype=torch.uint8, device=x["q_nope"].device))
-    tables = (x[name] for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"))
+    tables = (x[name] for name in _TABLES)
     options = {"page_size": x["ckv_cache"].shape[1], "causal": x["causal"], "sm_scale": x["sm_scale"]}
     dtypes = {"q_data_type": x["q_nope"].dtype, "kv_data_type": x["ckv_cache"].dtype}
     planned.plan(*tables, x["q_nope"].shape[1], 512, 64, **options, **dtypes)
@@ -93,21 +85,13 @@ def _work(x: Mapping[str, Any]) -> Work:
     return Work(2 * pairs * heads * 1088, cache + 2 * nbytes(x["q_nope"]) + nbytes(x["q_pe"]))
 
 
-PLANNED: Planned = {
-    "qo_indptr": "_qo_indptr_buf",
-    "kv_indptr": "_kv_indptr_buf",
-    "kv_indices": "_kv_indices_buf",
-    "kv_len_arr": "_kv_len_arr_buf",
-    "sm_scale": "_sm_scale",
-    "causal": "_causal",
-}
-
+_TABLES = {"qo_indptr": "len_indptr", "kv_indptr": "len_indptr"}
+_TABLES |= {"kv_indices": "num_kv_indices", "kv_len_arr": "batch_size"}
+PLANNED: Planned = {name: f"_{name}_buf" for name in _TABLES} | {"sm_scale": "_sm_scale", "causal": "_causal"}
 _INPUTS: dict[str, Tensor | Scalar] = {
     **tensors(q_nope="tokens num_heads head_dim_ckv", q_pe="tokens num_heads head_dim_kpe"),
     **tensors(ckv_cache="num_pages page_size head_dim_ckv", kpe_cache="num_pages page_size head_dim_kpe"),
-    **{name: Tensor(["len_indptr"], param=name, dtype="int32") for name in ("qo_indptr", "kv_indptr")},
-    "kv_indices": Tensor(["num_kv_indices"], param="kv_indices", dtype="int32"),
-    "kv_len_arr": Tensor(["batch_size"], param="kv_len_arr", dtype="int32"),
+    **{name: Tensor([axis], param=name, dtype="int32") for name, axis in _TABLES.items()},
     "sm_scale": Scalar(),
     **options(bool="causal", float32="ckv_scale kpe_scale"),
 }

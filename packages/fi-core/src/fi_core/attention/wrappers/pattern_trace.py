@@ -40,17 +40,11 @@ def _make_blocks(draw: Draw, s: Any) -> dict[str, Any]:
     counts = [count] * ceil_div(s.qo_len, s.block_rows)
     counts[-1] -= draw.nasty and count > 1
     chosen = [draw.permutation(columns)[:n].sort().values for n in counts]
-    return {
-        "q": inputs.query_of(draw, s.qo_len, s),
-        **{name: normal(draw, (s.kv_len, s.num_kv_heads, s.head_dim), s.dtype) for name in "kv"},
-        "indptr": draw.offsets(counts),
-        "indices": torch.cat(chosen),
-        "R": s.block_rows,
-        "C": block_columns,
-        "M": s.qo_len,
-        "N": s.kv_len,
-        "sm_scale": s.head_dim**-0.5,
-    }
+    q = inputs.query_of(draw, s.qo_len, s)
+    keys = {name: normal(draw, (s.kv_len, s.num_kv_heads, s.head_dim), s.dtype) for name in "kv"}
+    pattern = {"indptr": draw.offsets(counts), "indices": torch.cat(chosen)}
+    sizes = {"R": s.block_rows, "C": block_columns, "M": s.qo_len, "N": s.kv_len}
+    return {"q": q, **keys, **pattern, **sizes, "sm_scale": s.head_dim**-0.5}
 
 
 def _work_blocks(x: Mapping[str, Any]) -> Work:
@@ -64,8 +58,7 @@ BLOCKS = trace.template(
     "gqa_block_sparse",
     {
         **tensors(q="qo_len num_qo_heads head_dim", k="kv_len num_kv_heads head_dim", v="kv_len num_kv_heads head_dim"),
-        "indptr": Tensor(["len_indptr"], dtype="int32"),
-        "indices": Tensor(["nnz"], dtype="int32"),
+        **tensors({"dtype": "int32"}, indptr="len_indptr", indices="nnz"),
         "R": Scalar("int32", description="Rows of a block."),
         "C": Scalar("int32", description="Columns of a block."),
         **_SCORES,
@@ -114,14 +107,11 @@ def _make_head_blocks(draw: Draw, s: Any) -> dict[str, Any]:
 
     rows, columns = sizes(s.qo_len, s.block_rows), sizes(s.kv_len, s.block_columns)
     grid = (s.num_kv_heads, rows.shape[1], columns.shape[1])
-    return {
-        "q": normal(draw, (s.num_qo_heads, s.qo_len, s.head_dim), s.dtype),
-        **{name: normal(draw, (s.num_kv_heads, s.kv_len, s.head_dim), s.dtype) for name in "kv"},
-        "block_mask_map": draw.integers(0, 1000, grid) < s.density * 1000,
-        "block_row_sz": rows,
-        "block_col_sz": columns,
-        "sm_scale": s.head_dim**-0.5,
-    }
+    q = normal(draw, (s.num_qo_heads, s.qo_len, s.head_dim), s.dtype)
+    keys = {name: normal(draw, (s.num_kv_heads, s.kv_len, s.head_dim), s.dtype) for name in "kv"}
+    pattern = {"block_mask_map": draw.integers(0, 1000, grid) < s.density * 1000}
+    pattern |= {"block_row_sz": rows, "block_col_sz": columns}
+    return {"q": q, **keys, **pattern, "sm_scale": s.head_dim**-0.5}
 
 
 def _plan_head_blocks(wrapper: Callable[..., Any], x: Mapping[str, Any]) -> Any:
@@ -138,9 +128,8 @@ HEAD_BLOCKS = trace.template(
     "gqa_variable_block_sparse",
     {
         **tensors(q="num_qo_heads qo_len head_dim", k="num_kv_heads kv_len head_dim", v="num_kv_heads kv_len head_dim"),
-        "block_mask_map": Tensor(["num_kv_heads", "rows", "columns"], dtype="bool"),
-        "block_row_sz": Tensor(["num_kv_heads", "rows"], dtype="int32"),
-        "block_col_sz": Tensor(["num_kv_heads", "columns"], dtype="int32"),
+        **tensors({"dtype": "bool"}, block_mask_map="num_kv_heads rows columns"),
+        **tensors({"dtype": "int32"}, block_row_sz="num_kv_heads rows", block_col_sz="num_kv_heads columns"),
         **_SCORES,
     },
     reference=(attend_request, _head_blocks_reference),

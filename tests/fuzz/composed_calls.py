@@ -10,7 +10,7 @@ import torch
 
 import fi_core
 from families.harness import rand
-from fi_core import comm, fused_moe, gemm, mamba
+from fi_core import comm, fused_moe, gemm, lora, mamba
 
 BF16, F32 = torch.bfloat16, torch.float32
 Arguments = dict[str, Any]
@@ -65,6 +65,23 @@ def _no_rings() -> Arguments:
         **{name: _ints() for name in ("ring_start", "replay_prefix_len", "active_request_indices")},
         "state_dtype": F32, "input_dtype": BF16, "matrixA_dtype": F32, "dim": 64, "dstate": 128, "num_heads": 4,
         "heads_per_group": 2, "max_window": 8, "ring_buffer_len": 8,
+    }  # fmt: skip
+
+
+def _no_pairs(**more: Any) -> Arguments:
+    """Adapters at addresses, which are for the caller to keep valid, of no pair."""
+    none = torch.zeros(0, dtype=torch.int64)
+    return {
+        "w_ptr": torch.zeros(1, 4, dtype=torch.int64), "sorted_token_ids": none, "expert_ids": none,
+        "lora_indices": _ints(0, -1), "lora_stride": 4096, **more,
+    }  # fmt: skip
+
+
+def _no_tokens(slices: int, **more: Any) -> Arguments:
+    tables = {name: torch.zeros(slices, 4, dtype=torch.int64) for name in ("w_ptr_a", "w_ptr_b")}
+    ids = torch.zeros(0, 2, dtype=torch.int32)
+    return {
+        **tables, "lora_stride_a": 64, "lora_stride_b": 64, "topk_ids": ids, "lora_ids": _ints(), "rank": 8, **more,
     }  # fmt: skip
 
 
@@ -125,6 +142,32 @@ def calls() -> Iterator[tuple[str, Callable[..., Any], Callable[[], Arguments]]]
         "renorm_out": torch.zeros(3, 1024),
     }  # fmt: skip
     yield "scan of chunks", mamba.mamba_chunk_scan_combined_varlen, _scan
+    yield "slice of an adapter", lora.bgmv_expand_slice, lambda: {
+        "inputs": _bf16(3, 8), "lora_b_weights": _bf16(2, 1, 16, 8), "output_tensor": _bf16(3, 24),
+        "lora_indices_tensor": _ints(1, -1, 0), "slice_offset": 8, "slice_size": 16,
+    }  # fmt: skip
+    yield "adapters of pairs, prepared", fused_moe.prepare_bgmv_moe, lambda: {
+        "x": _bf16(3, 16), "lora_a_weights": [_bf16(2, 4, 8, 16)], "lora_b_weights": [_bf16(2, 4, 24, 8)],
+        "sorted_token_ids": _ints(2, 0), "expert_ids": _ints(3, 1), "lora_indices": _ints(1, -1, 0),
+        "topk_weights": torch.ones(2), "num_experts": 4,
+    }  # fmt: skip
+    yield "addresses of adapters", fused_moe.fill_w_ptr, lambda: {
+        "w_ptr": torch.zeros(2, 4, dtype=torch.int64), "weights": _bf16(2, 4, 8, 16), "num_experts": 4, "slice_id": 1,
+    }  # fmt: skip
+    yield "shrink of pairs", fused_moe.bgmv_moe_shrink, lambda: _no_pairs(y=_bf16(1, 0, 8), x=_bf16(2, 16))
+    yield "expand of pairs", fused_moe.bgmv_moe_expand, lambda: _no_pairs(
+        y=torch.zeros(2, 24), x=_bf16(1, 0, 8), topk_weights=torch.ones(0), output_slices=[24],
+        slice_start_loc=torch.zeros(1, dtype=torch.int64),
+    )  # fmt: skip
+    yield (
+        "delta of the first product",
+        fused_moe.bgmv_moe_gemm1_lora_delta,
+        lambda: _no_tokens(2, hidden_states=_bf16(0, 16), intermediate_size=24),
+    )
+    yield "delta of the second product", fused_moe.bgmv_moe_gemm2_lora_delta, lambda: _no_tokens(
+        1, gemm1_activation_output=_bf16(0, 24), expanded_idx_to_permuted_idx=_ints(), hidden_size=16,
+        topk_weights=torch.ones(0, 2),
+    )  # fmt: skip
     yield "states of rings", mamba.replayssm_materialize, _no_rings
     yield "nvfp4 rows", fi_core.nvfp4_kv_dequantize, lambda: {
         "fp4_data": _bytes(7, 48), "block_scales": _bytes(7, 6), "global_scale": torch.ones(1),

@@ -169,8 +169,9 @@ def _expand(
     widths: Sequence[int],
     strides: Sequence[int],
     finalize: bool,
+    loras: int = -1,
 ) -> None:
-    """`bgmv_moe_expand` with a stride between adapters for each slice."""
+    """`bgmv_moe_expand` with a stride between adapters for each slice. loras: adapters, if it is known."""
     import torch
 
     _check_pairs(tokens, experts)
@@ -188,7 +189,7 @@ def _expand(
     alike = len({*zip(widths, strides)}) == 1  # the kernel takes slices of one width
     for own in [slice(0, len(table))] if alike else [slice(s, s + 1) for s in range(len(table))]:
         of: dict[str, Any] = {"columns": widths[own.start], "begins": begins[own], "b_stride": strides[own.start]}
-        of |= {"tokens": tokens, "experts": experts}
+        of |= {"tokens": tokens, "experts": experts, "loras": loras}
         lora_delta(found, x[own], lora_indices, b=table[own], stage=EXPAND, **of)
     if finalize:
         lora_sum(y, found, lora_indices, tokens=tokens, weights=weights)
@@ -206,6 +207,7 @@ class BGMVMoEPlan:
     def __init__(self, shrink_out: torch.Tensor, y_accum: torch.Tensor, tables: Any, pairs: Any, widths: Any) -> None:
         self.shrink_out, self.y_accum = shrink_out, y_accum
         self._tables, self._pairs, self._widths = tables, pairs, widths
+        self._loras = len(tables[3][0][0])
 
     def run(self) -> torch.Tensor:
         """`[tokens, sum of out]`, fp32: y_accum, overwritten."""
@@ -213,9 +215,10 @@ class BGMVMoEPlan:
         x, tokens, experts, indices, weights = self._pairs
         self.shrink_out.zero_()
         self.y_accum.zero_()
-        bgmv_moe_shrink(self.shrink_out, x, w_a, tokens, experts, indices, strides_a[0])
+        of: dict[str, Any] = {"tokens": tokens, "experts": experts, "loras": self._loras}
+        lora_delta(self.shrink_out, x, indices, a=w_a, a_stride=strides_a[0], stage=SHRINK, **of)
         pairs = (tokens, experts, weights, indices, starts, self._widths)
-        _expand(self.y_accum, self.shrink_out, w_b, *pairs, strides_b, True)
+        _expand(self.y_accum, self.shrink_out, w_b, *pairs, strides_b, True, self._loras)
         return self.y_accum
 
     def close(self) -> None:
@@ -270,6 +273,22 @@ def prepare_bgmv_moe(
             f"lora_a_weights and lora_b_weights must have as many tensors, at least 1; got {count} and "
             f"{len(lora_b_weights)}"
         )
+    if x.ndim != 2 or any(w.ndim != 4 for w in (*lora_a_weights, *lora_b_weights)):
+        raise ValueError(
+            "x must have shape [tokens, in], lora_a_weights and lora_b_weights [loras, num_experts, rows, k]; got "
+            f"{[list(t.shape) for t in (x, *lora_a_weights, *lora_b_weights)]}"
+        )
+    loras, rank = lora_a_weights[0].shape[0], lora_a_weights[0].shape[2]
+    for name, weights, last in (
+        ("lora_a_weights", lora_a_weights, (rank, x.shape[1])),
+        ("lora_b_weights", lora_b_weights, (None, rank)),
+    ):
+        for w in weights:
+            rows = w.shape[2] if last[0] is None else last[0]
+            if tuple(w.shape) != (loras, num_experts, rows, last[1]):
+                wanted = [loras, num_experts, rows, last[1]]
+                raise ValueError(f"{name} must have shape {wanted}; got {list(w.shape)}")
+    _check_pairs(sorted_token_ids, expert_ids)
     tables: list[Any] = []
     for name, weights in (("lora_a_weights", lora_a_weights), ("lora_b_weights", lora_b_weights)):
         table = torch.empty(count, num_experts, dtype=torch.int64, device=x.device)
@@ -281,7 +300,7 @@ def prepare_bgmv_moe(
         tables.append((table, [fill_w_ptr(table, w, num_experts, s) for s, w in enumerate(weights)]))
     if len({*tables[0][1]}) != 1:
         raise ValueError(f"lora_a_weights must have one stride between adapters in all slices; got {tables[0][1]}")
-    rank, widths = lora_a_weights[0].shape[2], [w.shape[2] for w in lora_b_weights]
+    widths = [w.shape[2] for w in lora_b_weights]
     starts = torch.tensor([sum(widths[:s]) for s in range(count)], device=x.device)
     shapes = (count, sorted_token_ids.numel(), rank), (len(x), sum(widths))
     memory = []

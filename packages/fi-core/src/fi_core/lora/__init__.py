@@ -176,6 +176,8 @@ def add_lora_linear(
             raise ValueError(f"lora_b_stacked must have {columns} rows, those of output_slices; got {list(w.shape)}")
     if y.ndim < 1 or y.shape[-1] != sum(output_slices):
         raise ValueError(f"y must have {sum(output_slices)} columns, the sum of output_slices; got {list(y.shape)}")
+    if x.ndim < 1 or not x.shape[-1]:
+        raise ValueError(f"x must have shape [..., in], in at least 8; got {list(x.shape)}")
     try:
         rows = y.view(-1, y.shape[-1])
     except RuntimeError:

@@ -41,8 +41,8 @@ LORA_DELTA = Op(
     arguments="Tensor(a!) out, Tensor x, Tensor lora_indices, Tensor? a=None, Tensor? b=None, Tensor? a1=None, "
     "Tensor? b1=None, Tensor? a2=None, Tensor? b2=None, Tensor? tokens=None, Tensor? experts=None, "
     "Tensor? offsets=None, Tensor? scales=None, Tensor? begins=None, int stage=0, float scale=1.0, int rank=-1, "
-    "int columns=-1, int begin=0, int a_stride=0, int b_stride=0, int first_expert=0, bool per_pair=False, "
-    "bool add=False, bool fill=False, bool? enable_pdl=None",
+    "int columns=-1, int begin=0, int a_stride=0, int b_stride=0, int first_expert=0, int loras=-1, "
+    "bool per_pair=False, bool add=False, bool fill=False, bool? enable_pdl=None",
     axes={"dtype": ("bf16", "f16"), "x": _FLOATS, "out": _FLOATS, "stage": _STAGES},
     config=LoraDeltaConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("mma_sm80", at_least(80), _delta_unit)),

@@ -247,7 +247,7 @@ void lora_delta(const Kernel& kernel, const LoraDeltaArgs& a) {
     a.begins.is({kI64}).on(a.x).contiguous().shape(slices);
     p.begins = a.begins.data<int64_t>();
   }
-  if (loras.value < 0) loras.value = kMostLoras;
+  if (tables) loras.value = a.loras >= 0 ? a.loras : kMostLoras;
   FI_CHECK(rank >= 8 && rank <= 256 && rank % 8 == 0, ValueError,
            "lora_a_weights and lora_b_weights must have a rank of 8 to 256, a multiple of 8; got %lld: pad with zeros",
            static_cast<long long>(rank));

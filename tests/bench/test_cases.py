@@ -33,6 +33,7 @@ SMALL = {
     "mamba": "--batch_size 2 --nheads 4 --dim 16 --dstate 32 --ngroups 2",
     "mamba_prefill": "--batch_size 2 --seq_len 5 --nheads 4 --dim 16 --dstate 32 --ngroups 2",
     "mamba_ring": "--batch_size 2 --nheads 4 --dim 16 --dstate 32 --ngroups 2",
+    "indexer": "--batch_size 2 --next_n 2 --kv_len 150 --num_rows 5 --num_keys 150 --heads 8 --dim 32",
     "lora": "--num_tokens 5 --num_loras 3 --rank 8 --in_features 72 --out_features 40",
     "causal_conv1d": "--batch_size 2 --seq_len 5 --dim 24",
     "sampling": "--batch_size 3 --vocab_size 301 --top_k 7",

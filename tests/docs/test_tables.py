@@ -75,6 +75,7 @@ FAMILIES = {  # of ops, by the rows of the README
     "concat_ops": "MLA",
     "fused_moe": "mixture of experts",
     "gemm": "gemm",
+    "indexer": "sparse attention indexer",
     "linear_attention": "linear attention",
     "lora": "low-rank adapters",
     "mhc": "hyper-connections",
@@ -158,6 +159,7 @@ EXPLAINING = {
     ("benchmarks/README.md", "FlashInfer's script"),
     ("docs/concepts/security.md", "what"),
     ("docs/concepts/support.md", "what"),  # its numbers: test_release
+    ("docs/concepts/way-of-a-call.md", "step"),
     ("docs/guides/adding-an-op.md", "command"),
     ("docs/guides/adding-an-op.md", "file"),
     ("docs/guides/adding-an-op.md", "step"),  # each is taken by test_adding_an_op
@@ -205,7 +207,8 @@ def vocabulary() -> set[str]:
 
 
 def is_file(word: str) -> bool:
-    places = (ROOT, ROOT / "benchmarks", fi_kernels.ROOT, fi_kernels.ROOT / "include", SRC / "fi-core/src")
+    core, kernels = SRC / "fi-core/src", fi_kernels.ROOT
+    places = (ROOT, ROOT / "benchmarks", kernels, kernels / "include", core, core / "fi_core/runtime")
     return any((place / word).exists() for place in places)
 
 

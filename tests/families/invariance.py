@@ -36,6 +36,9 @@ OTHERS = {
     ("checkpointing_ssu", "batch_size"): "its rows are judged by selective_state_update, of the same bits",
     ("fused_qk_rmsnorm_rope", "num_tokens"): "the position of a token in its frame is its row",
     ("top_k_page_table_transform", "num_rows"): "judged by top_k",
+    ("fp8_paged_mqa_logits", "rows"): "judged by requests",
+    ("fp8_paged_indexer_topk", "rows"): "the logits of fp8_paged_mqa_logits, then top_k",
+    ("bgmv_moe", "num_tokens"): "its pairs name tokens by number; the kernel is that of add_lora_linear",
 }  # fmt: skip
 _TABLES = ("plus_1", "len_", "bounds", "offsets")  # in names of dimensions of tables
 BATCHES = (2, 3, 7, 17, 33, 66, 130)

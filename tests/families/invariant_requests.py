@@ -17,7 +17,7 @@ from fi_core.attention.forms.tables_prefill import trtllm_batch_context_with_kv_
 from fi_core.gdn_prefill import chunk_gated_delta_rule
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
-LENGTHS = (1, 3, 64, 65, 200, 700, 1024, 1500, 2600)  # chunks of KV have 1024 tokens
+LENGTHS = (1, 3, 64, 65, 200, 700, 1024, 1500, 2600)  # chunks of KV have 512 tokens
 
 Tensors = dict[str, torch.Tensor]
 
@@ -212,6 +212,36 @@ def convolution(requests: Sequence[Tensors], rng: Random, device: str) -> list[l
     return [list(own) for own in zip(split(out.T, requests, "x"), states)]
 
 
+def indexed(rng: Random, device: str) -> Tensors:
+    """Two rows of an indexer, and the keys of their request."""
+    keys = rng.choice((2, 70, 200, 700))
+    e4m3, q, k = torch.float8_e4m3fn, normal(rng, device, 2, 64, 128), normal(rng, device, keys, 128)
+    weights, scales = (normal(rng, device, *shape, dtype=torch.float32) for shape in ((2, 64), (keys,)))
+    return {"q": q.to(e4m3), "k": k.to(e4m3), "weights": weights, "scales": scales.abs()}
+
+
+def indexer_logits(requests: Sequence[Tensors], rng: Random, device: str) -> list[list[torch.Tensor]]:
+    """Pages hold their values, then their scales."""
+    page_size, lengths = rng.choice((16, 48, 64)), [len(r["k"]) for r in requests]
+    pages = [-(-n // page_size) for n in lengths]
+    ids = rng.sample(range(sum(pages) + 3), sum(pages))
+    cache = torch.zeros(sum(pages) + 3, page_size * 132, dtype=torch.uint8, device=device)
+    tables = []
+    for r, n, count in zip(requests, lengths, pages):
+        tables.append([ids.pop() for _ in range(count)])
+        for i, page in enumerate(tables[-1]):
+            own = slice(i * page_size, min((i + 1) * page_size, n))
+            values, scales = (r[name][own].contiguous().view(torch.uint8).flatten() for name in ("k", "scales"))
+            cache[page, : len(values)] = values
+            cache[page, page_size * 128 : page_size * 128 + len(scales)] = scales
+    q, weights = torch.stack([r["q"] for r in requests]), torch.cat([r["weights"] for r in requests])
+    context = torch.tensor(lengths, dtype=torch.int32, device=device)
+    logits = fi_core.deep_gemm.fp8_paged_mqa_logits(
+        q, cache.view(-1, page_size, 1, 132), weights, context, tables_of(tables, device), None, max(lengths)
+    )
+    return [[logits[2 * i + t, : n - 1 + t] for t in range(2)] for i, n in enumerate(lengths)]
+
+
 def segment(rng: Random, device: str) -> Tensors:
     return {"x": normal(rng, device, rng.choice((1, 2, 9, 17, 66, 130)), 256)}
 
@@ -281,5 +311,6 @@ REQUESTS = [
     Requests("chunk_gated_delta_rule", recurrent, delta_rule, names=("q", "k", "v", "g", "beta")),
     Requests("ssd_combined_fwd", spaces, state_spaces, names=("x", "dt", "B", "C")),
     Requests("causal_conv1d_fn", convolved, convolution, names=("x",), step=1),
+    Requests("fp8_paged_mqa_logits", indexed, indexer_logits),
     Requests("SegmentGEMMWrapper", segment, segments, cut_rows),
 ]

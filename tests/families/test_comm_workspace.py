@@ -141,7 +141,6 @@ def _exchange() -> comm.MoeAlltoAll:
     ("step", "option"),
     [
         ("dispatch", {"eplb_local_stats": torch.ones(4, dtype=torch.int32)}),
-        ("dispatch", {"active_rank_mask": torch.ones(1, dtype=torch.uint64)}),
         ("combine", {"output_scales": torch.ones(4)}),
         ("combine", {"output_scalar_scale": 2.0}),
         ("combine", {"sf_layout": SfLayout.layout_128x4}),
@@ -161,6 +160,23 @@ def test_an_exchange_refuses_what_it_lacks(step: str, option: dict[str, Any]) ->
             exchange.combine(torch.zeros(1, 4, 8), 4, **option)
     assert exchange.combine(torch.ones(1, 4, 8), 4).tolist() == [[1.0] * 8] * 3
     assert exchange.eplb_gathered_stats is None
+
+
+def test_an_exchange_takes_a_mask_of_all_ranks_alone() -> None:
+    """One that lacks a rank is refused before anything is exchanged: the plain call succeeds after."""
+    exchange, ids, payload = _exchange(), torch.zeros(3, 1, dtype=torch.int32), torch.ones(1, 4, 8)
+    every, none = comm.moe_a2a_active_rank_mask([0], 1), torch.zeros(1, dtype=torch.uint64)
+    lacking = r"active_rank_mask: not supported, make a group .*; got 'a mask without ranks \[0\]'"
+    with pytest.raises(NotImplementedError, match=lacking):
+        exchange.dispatch(ids, [ids], 4, active_rank_mask=none)
+    exchange.dispatch(ids, [ids], 4, active_rank_mask=every)
+    with pytest.raises(NotImplementedError, match=lacking):
+        exchange.combine(payload, 4, active_rank_mask=none)
+    assert exchange.combine(payload, 4, active_rank_mask=every).tolist() == [[1.0] * 8] * 3
+    with pytest.raises(
+        ValueError, match=r"active_rank_mask must be uint64 \[1\] on the CPU.*; got torch.int64 \[1\] on"
+    ):
+        exchange.dispatch(ids, [ids], 4, active_rank_mask=none.long())
 
 
 def test_functions_of_an_exchange_take_flashinfers_arguments() -> None:

@@ -264,7 +264,7 @@ NEUTRAL = (
     "max_kv_len max_seqlen batch_size expected_m scale_granularity_mnk use_nvfp4 scale_tma_aligned cum_seq_lens_kv "
     "rope_scale rope_theta use_cp _cp_chunk_len segment_alignment routing_replay_out swizzled_input_sf "
     "maybe_output_accepted_token_num maybe_output_emitted_draft_token_num out_raw_indices "
-    "skip_softmax_threshold_scale_factor uses_spcompress causal_d "
+    "skip_softmax_threshold_scale_factor uses_spcompress causal_d workspace "
     "rope_scale_p rope_theta_p rope_scale_d rope_theta_d "
     "output_final_state output_state"
 )

@@ -27,13 +27,13 @@ LENS = [(17, 90), (0, 9), (3, 0), (70, 70), (1, 130)]
 
 def test_the_first_layer_plans_a_step(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer plans unless one before it had the same tables and window; a new plan sees new lengths."""
-    b, planned, own = batch(LENS, dtype=torch.bfloat16, device=device, form="fused"), [], ops.plan
+    b, planned, own = batch(LENS, dtype=torch.bfloat16, device=device, form="fused"), [], ops.prefill_plan
 
     def counted(*given: Any, **named: Any) -> Any:
         planned.append(named["window_left"])
         return own(*given, **named)
 
-    monkeypatch.setattr(ops, "plan", counted)
+    monkeypatch.setattr(ops, "prefill_plan", counted)
     lengths, starts = b.pool.seq_lens().int(), b.qo_indptr.int()
 
     def attend(step: Any, window_left: int = -1) -> torch.Tensor:

@@ -65,6 +65,10 @@ SIZES: dict[str, dict[str, tuple[Any, ...]]] = {
         "batch_size": (1, 3), "seq_len": (1, 4), "ring": (12, 16), "nheads": (2, 4), "dim": (32, 64),
         "dstate": (64, 128), "ngroups": (1, 2),
     },
+    "indexer": {
+        "batch_size": (1, 3), "next_n": (1, 2, 3), "kv_len": (1, 70, 300), "page_size": (16, 48, 64),
+        "num_rows": (1, 5, 9), "num_keys": (1, 70, 300), "heads": (8, 32, 64), "dim": (32, 64, 128),
+    },
     "lora": {
         "num_tokens": (1, 9, 70), "num_loras": (1, 3), "rank": (8, 24, 64), "in_features": (64, 136),
         "out_features": (8, 72),
@@ -92,6 +96,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "mamba": ("", "--has_z --dt_softplus --state_dtype float32"),
     "mamba_prefill": ("", "--has_z --dt_softplus", "--input_dtype float16 --state_dtype bfloat16"),
     "mamba_ring": ("", "--input_dtype float16", "--state_dtype bfloat16"),
+    "indexer": ("",),
     "lora": ("", "--input_dtype float16"),
     "causal_conv1d": ("", "--input_dtype float16", "--input_dtype float32"),
     "sampling": ("", "--temperature 0.5", "--input_dtype bfloat16", "--filter_apply_order joint"),

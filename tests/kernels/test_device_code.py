@@ -34,7 +34,7 @@ LARGEST_FILE = 440_000  # bytes; fp8 GEMM has ten tiles, of which three can stor
 # all_reduce in two shots has a kernel for each number of ranks and of vectors; the loops of causal_conv1d are longer on
 # Blackwell.
 LARGEST_FILES = {"all_reduce": 660_000, "causal_conv1d": 500_000}
-LARGEST_SET = 35_000_000  # of one architecture; fi-cubin packs it to a fifth
+LARGEST_SET = 36_000_000  # of one architecture; fi-cubin packs it to a fifth
 
 # Entries that may do without 128-bit accesses: those for unaligned tensors, and ops that move only a few integers.
 NARROW = {
@@ -83,8 +83,9 @@ STACK = {
     "moe_gather": 8,
     "recurrent_gated_delta_rule on sm_80": 16,
 }
-# Bits of the widest load where it is not 128: attention takes eight elements at a time (head dims are such).
-LOADS = {"single_attention": {"e4m3": 64, "e5m2": 64}}
+# Bits of the widest load where it is not 128: attention takes eight elements at a time (head dims are such), sums of
+# pairs four.
+LOADS = {"lora_sum": {"None": 64}, "single_attention": {"e4m3": 64, "e5m2": 64}}
 # Bits of the widest store of an op or an entry where it is not 128: outputs that are smaller than inputs, and one
 # result for many loads.
 STORES = {
@@ -94,6 +95,8 @@ STORES = {
     "chunk_gated_delta_rule": 64,
     "gemm": 32,
     "gemm_few_bits": 32,
+    "lora_delta": 32,
+    "lora_sum": 64,
     "moe_mixed_gemm": 16,
     "moe_experts": 32,
     "moe_few_tokens": 16,

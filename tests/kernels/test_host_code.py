@@ -50,7 +50,7 @@ def test_what_it_needs_and_exports(artifact: Artifact) -> None:
     assert needed <= LIBRARIES, "the driver is found by dlopen, torch is used from Python only"
     assert not re.search(r"\((RPATH|RUNPATH|TEXTREL)\)", dynamic)
     symbols = re.findall(r"^\S+ (?!U)\w (\w+)", run("nm", "-D", "--defined-only", path), re.MULTILINE)
-    exported = {"bind", "call", "forget", "learn", "plan", "request", "run"}
+    exported = {"bind", "call", "follow", "forget", "learn", "plan", "request", "run"}
     named = {name.removeprefix("__tvm_ffi_") for name in symbols if not name.startswith("_Z")}
     assert named - {"steps"} == exported  # steps: of those with FI_STEPS
     assert str(sources.root()).encode() not in path.read_bytes(), "the same bytes wherever the tree lies"

@@ -417,6 +417,16 @@ LORA = (
     number("out_features", None, "columns of the output", True),
     dtype("input_dtype", "bfloat16"),
 )
+INDEXER = (
+    number("batch_size", 1, "requests"),
+    number("next_n", 1, "rows of a request"),
+    number("kv_len", 4096, "keys of a request"),
+    number("page_size", 64, "tokens of a page"),
+    number("num_rows", 1, "rows over one array of keys"),
+    number("num_keys", 4096, "keys of the array"),
+    number("heads", 64, "heads of the indexer"),
+    number("dim", 128, "of a head"),
+)
 CONV = (
     number("batch_size", None, "sequences", True),
     number("seq_len", 1, "tokens of a sequence"),

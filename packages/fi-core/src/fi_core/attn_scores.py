@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fi_core import indexer
-from fi_core.observe.log import fi_api
 from fi_core.utils import check_shape_dtype_device
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ def compute_paged_mqa_logits_schedule(
     return seq_lens.new_zeros(2, 2, device=device or seq_lens.device) if out is None else out
 
 
-@fi_api
 def fp8_paged_mqa_logits(
     q: torch.Tensor,
     kv_fused: torch.Tensor,
@@ -100,6 +98,5 @@ def fp8_paged_mqa_logits(
         out = weights.new_empty(shape)
     else:
         check_shape_dtype_device(out, shape, torch.float32, q.device, "out")
-    logits = out[:, :max_seq_len]
-    indexer.write_paged_logits(logits, q, kv_fused, weights, seq_lens, block_tables)
-    return logits
+    out = out[:, :max_seq_len]
+    return indexer.fp8_paged_mqa_logits(q, kv_fused, weights, seq_lens, block_tables, None, max_seq_len, out=out)

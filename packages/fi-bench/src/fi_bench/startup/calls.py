@@ -236,6 +236,23 @@ def _states(x: _Inputs) -> Calls:
             rand(2, 16, dtype=torch.float32),
             x.ints(0, 2),
         ),
+        "fused_moe.bgmv_moe": lambda: (
+            rand(2, 128),
+            [rand(3, 4, 16, 128)],
+            [rand(3, 4, 64, 16)],
+            x.ints(0, 0, 1, 1),
+            x.ints(3, 1, 0, 3),
+            x.ints(0, 2),
+            rand(4, dtype=torch.float32).sigmoid(),
+            4,
+        ),
+        "deep_gemm.fp8_mqa_logits": lambda: (
+            rand(3, 32, 64).to(torch.float8_e4m3fn),
+            (rand(70, 64).to(torch.float8_e4m3fn), rand(70, dtype=torch.float32).abs()),
+            rand(3, 32, dtype=torch.float32),
+            x.ints(0, 0, 5),
+            x.ints(68, 69, 70),
+        ),
         "mamba.ssd_combined_fwd": lambda: (
             rand(1, 70, 4, 64),
             rand(1, 70, 4),

@@ -94,7 +94,8 @@ def adapters_of(lora: Sequence[torch.Tensor], layer: Layer, activation: Activati
             raise TypeError(f"{name} of lora must have the dtype of input, {layer.x.dtype}; got {w.dtype}")
     if indices.shape != layer.x.shape[:1]:
         raise ValueError(f"lora_indices must have shape [{layer.x.shape[0]}]; got {list(indices.shape)}")
-    named = dict(zip(("a", "a1"), reversed(a))) | dict(zip(("b", "b1"), reversed(b)))
+    named: dict[str, torch.Tensor] = dict(zip(("a", "a1"), reversed(a)))
+    named.update(zip(("b", "b1"), reversed(b)))
     return Adapters(named, {"a": fc2_a, "b": fc2_b}, indices, scale[0] if scale else None)
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["bgmv_moe_gemm1_lora_delta", "bgmv_moe_gemm2_lora_delta"]
 
+_MOST_COLUMNS = 1 << 30  # twice as many fit 32 bits
+
 
 def _check(topk_ids: torch.Tensor, lora_ids: torch.Tensor, tables: dict[str, torch.Tensor], slices: int) -> None:
     if topk_ids.ndim != 2 or lora_ids.shape != topk_ids.shape[:1]:
@@ -23,6 +25,11 @@ def _check(topk_ids: torch.Tensor, lora_ids: torch.Tensor, tables: dict[str, tor
     for name, table in tables.items():
         if len(table) != slices:
             raise ValueError(f"{name} must have {slices} slices; got shape {list(table.shape)}")
+
+
+def _check_size(name: str, size: int) -> None:
+    if not 0 <= size < _MOST_COLUMNS:
+        raise ValueError(f"{name} must be 0 or more and below {_MOST_COLUMNS}; got {size}")
 
 
 @fi_api
@@ -72,6 +79,7 @@ def bgmv_moe_gemm1_lora_delta(
         raise ValueError(
             f"w_ptr_a and w_ptr_b must both have one dimension or two; got {w_ptr_a.ndim} and {w_ptr_b.ndim}"
         )
+    _check_size("intermediate_size", intermediate_size)
     slices = w_ptr_a.ndim
     a, b = _table(w_ptr_a), _table(w_ptr_b)
     _check(topk_ids, lora_ids, {"w_ptr_a": a, "w_ptr_b": b}, slices)
@@ -131,6 +139,7 @@ def bgmv_moe_gemm2_lora_delta(
     """
     import torch
 
+    _check_size("hidden_size", hidden_size)
     a, b = _table(w_ptr_a), _table(w_ptr_b)
     _check(topk_ids, lora_ids, {"w_ptr_a": a, "w_ptr_b": b}, 1)
     slots, tokens = topk_ids.numel(), len(topk_ids)

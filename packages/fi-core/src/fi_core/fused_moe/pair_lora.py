@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fi_core.lora.ops import EXPAND, SHRINK, lora_delta, lora_sum
 from fi_core.lora.trace import pairs
 from fi_core.observe.log import fi_api
+from fi_core.utils import _check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +52,9 @@ def fill_w_ptr(w_ptr: torch.Tensor, weights: torch.Tensor, num_experts: int, sli
 
     if w_ptr.dtype is not torch.int64:
         raise TypeError(f"w_ptr must be int64; got {w_ptr.dtype}")
+    if num_experts < 0:
+        raise ValueError(f"num_experts must be 0 or more; got {num_experts}")
+    _check_writable(w_ptr, "w_ptr")
     table = w_ptr.unsqueeze(0) if w_ptr.ndim == 1 else w_ptr
     if table.ndim != 2 or table.shape[1] < num_experts or not 0 <= slice_id < len(table):
         raise ValueError(
@@ -82,6 +86,11 @@ def _check_pairs(sorted_token_ids: torch.Tensor, expert_ids: torch.Tensor) -> No
             f"sorted_token_ids and expert_ids must have shape [pairs]; got {list(sorted_token_ids.shape)} and "
             f"{list(expert_ids.shape)}"
         )
+
+
+def _check_weights(topk_weights: torch.Tensor | None, pairs: int) -> None:
+    if topk_weights is None:
+        raise TypeError(f"topk_weights must be a tensor of shape [{pairs}]; got None")
 
 
 @fi_api
@@ -176,6 +185,8 @@ def _expand(
 
     _check_pairs(tokens, experts)
     pairs = tokens.numel()
+    if finalize:
+        _check_weights(weights, pairs)
     if y.dtype is not torch.float32 or y.ndim != 2 or (len(y) != pairs and not finalize):
         raise ValueError(
             f"y must be float32 of shape [{'tokens' if finalize else pairs}, out]; got {y.dtype} {list(y.shape)}"
@@ -289,6 +300,7 @@ def prepare_bgmv_moe(
                 wanted = [loras, num_experts, rows, last[1]]
                 raise ValueError(f"{name} must have shape {wanted}; got {list(w.shape)}")
     _check_pairs(sorted_token_ids, expert_ids)
+    _check_weights(topk_weights, sorted_token_ids.numel())
     tables: list[Any] = []
     for name, weights in (("lora_a_weights", lora_a_weights), ("lora_b_weights", lora_b_weights)):
         table = torch.empty(count, num_experts, dtype=torch.int64, device=x.device)

@@ -209,7 +209,7 @@ _TRTLLM: dict[str, Tensor | Scalar] = {
 _OF_EXPERTS = words(
     "fc1_expert_biases fc2_expert_biases input_sf swiglu_alpha swiglu_beta swiglu_limit ep_size use_w4_group_scaling",
     "use_mxfp8_act_scaling min_latency_mode use_packed_weights activation_type use_wfp4afp8_humming",
-    "clamped_relu2_limit situ_beta situ_linear_beta",
+    "clamped_relu2_limit situ_beta situ_linear_beta lora",
 )
 _OF_RUN = ("moe_sort", "moe_finalize")  # launched by every layer; the others by its size
 # Outputs of 16-bit layers are N(0, 1) at most; those of fp8 also differ where a value rounds to the other side.

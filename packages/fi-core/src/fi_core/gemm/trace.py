@@ -369,6 +369,7 @@ BMM_FP8 = template(
     (*sizes(_SHAPES), *sizes(_SHAPES[:2], mat2_dtype=_FP8[1]), *sizes(_SHAPES[:2], input_dtype=_FP8[1])),
     "Products of a batch of fp8 matrices with one scale for each operand.",
     work=_work("A", "B", False),
+    others=("use_fast_accum",),
 )
 MM_FP8 = template(
     "mm_fp8",
@@ -378,6 +379,7 @@ MM_FP8 = template(
     _make_mm_fp8,
     (*sizes(_SHAPES), *sizes(_SHAPES[:3], rowwise=True)),
     "The product of fp8 tokens and weights, with one scale or scales of rows.",
+    others=("use_fast_accum",),
 )
 TINYGEMM = template(
     "tinygemm_bf16",

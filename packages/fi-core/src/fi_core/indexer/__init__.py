@@ -25,6 +25,12 @@ __all__ = [
 ]
 
 
+def _required(**tensors: torch.Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is None:
+            raise TypeError(f"{name} must be a tensor; got None")
+
+
 @fi_api(trace=RAGGED_LOGITS)
 def fp8_mqa_logits(
     q: torch.Tensor,
@@ -63,6 +69,7 @@ def fp8_mqa_logits(
             f"clean_logits must be False with max_seqlen_k; got max_seqlen_k = {max_seqlen_k}: what lies behind the "
             "keys of a row is not written then"
         )
+    _required(cu_seq_len_k_start=cu_seq_len_k_start)
     keys, scales = kv
     logits = weights.new_empty(q.shape[0], max_seqlen_k if max_seqlen_k > 0 else keys.shape[0])
     mqa_logits(
@@ -79,7 +86,7 @@ def fp8_mqa_logits(
     return logits
 
 
-def write_paged_logits(
+def _paged_logits(
     logits: torch.Tensor,
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -120,6 +127,7 @@ def fp8_paged_mqa_logits(
     max_context_len: int,
     clean_logits: bool = False,
     indices: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes the indexer's logits of the rows of each request over its pages of keys (DeepGEMM's function of this
     name). See `fp8_mqa_logits` for the formula.
@@ -137,6 +145,7 @@ def fp8_paged_mqa_logits(
         max_context_len: columns of the result.
         clean_logits: whether logits of keys that a row does not see become -inf; otherwise they are not written.
         indices: None; a selection of rows is refused.
+        out: fp32 `[batch * next_n, max_context_len]`, rows may be strided; allocated if None.
 
     Returns:
         fp32 `[batch * next_n, max_context_len]`.
@@ -150,9 +159,13 @@ def fp8_paged_mqa_logits(
         raise ValueError(
             "indices must be None; got a tensor: select the rows of q, context_lens and block_table instead"
         )
-    logits = weights.new_empty(weights.shape[0], max_context_len)
-    write_paged_logits(logits, q, kv_cache, weights, context_lens, block_table, clean=clean_logits)
-    return logits
+    _required(block_table=block_table)
+    if max_context_len < 0:
+        raise ValueError(f"max_context_len must be 0 or more; got {max_context_len}")
+    if out is None:
+        out = weights.new_empty(weights.shape[0], max_context_len)
+    _paged_logits(out, q, kv_cache, weights, context_lens, block_table, clean=clean_logits)
+    return out
 
 
 _LOGITS_BYTES = 256 << 20  # of the logits that exist at a time
@@ -214,6 +227,7 @@ def fp8_indexer_topk(
     import torch
 
     rows, columns = q.shape[0], kv[0].shape[0]
+    _required(cu_seq_len_k_start=cu_seq_len_k_start)
     _checked(indices, scores, q, rows, top_k)
     if indices is None:
         indices = cu_seq_len_k_start.new_empty(rows, top_k)
@@ -285,8 +299,12 @@ def fp8_paged_indexer_topk(
     _checked(indices, scores, q, batch * next_n, top_k)
     if output not in ("position", "slot"):
         raise ValueError(f"output must be 'position' or 'slot'; got {output!r}")
-    logits = weights.new_empty(batch * next_n, max(1, block_table.shape[1] * page_size))
-    write_paged_logits(logits, q, kv_cache, weights, context_lens, block_table, orders_nan=True)
+    _required(block_table=block_table)
+    columns = block_table.shape[1] * page_size
+    if columns >= 1 << 31:
+        raise ValueError(f"block_table must have pages of less than 2^31 tokens; got {list(block_table.shape)}")
+    logits = weights.new_empty(batch * next_n, max(1, columns))
+    _paged_logits(logits, q, kv_cache, weights, context_lens, block_table, orders_nan=True)
     lengths = context_lens.flatten()
     if context_lens.ndim == 1:
         step = torch.arange(1 - next_n, 1, dtype=torch.int32, device=q.device)

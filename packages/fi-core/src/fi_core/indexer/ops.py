@@ -49,23 +49,24 @@ def _wgmma_unit(axes: Values) -> Unit:
     return Unit("fi/indexer/mqa_logits_sm90.cuh", "MqaLogitsParams", entries)
 
 
+_FORMS = Constraint("heads", "in", _HEADS), Constraint("dim", "in", _DIMS)
 MQA_LOGITS = Op(
     name="mqa_logits",
     family="indexer",
     arguments="Tensor(a!) logits, Tensor q, Tensor keys, Tensor weights, Tensor ends, Tensor? starts=None, "
     "Tensor? key_scales=None, Tensor? block_table=None, bool clean=False, bool relative=False, "
     "bool orders_nan=False, bool? enable_pdl=None",
-    fields={"heads": Field(_HEADS, 64), "dim": Field(_DIMS, 128), "aligned": Field((True, False), True)},
+    fields={"heads": Field(None, 64), "dim": Field(None, 128), "aligned": Field((True, False), True)},
     axes={"heads": _HEADS, "dim": _DIMS},
     config=_Config,
     implementations=(
         Implementation("cpu", ON_CPU),
         Implementation(
             "wgmma_sm90",
-            (*exactly(90), Constraint("dim", "==", 128), Constraint("aligned", "==", True)),
+            (*exactly(90), _FORMS[0], Constraint("dim", "==", 128), Constraint("aligned", "==", True)),
             _wgmma_unit,
         ),
-        Implementation("mma_sm80", at_least(80), _mma_unit),
+        Implementation("mma_sm80", (*at_least(80), *_FORMS), _mma_unit),
     ),
     prebuilt=({"heads": 64}, {"heads": 32}),
 )

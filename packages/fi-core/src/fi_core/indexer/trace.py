@@ -50,6 +50,46 @@ def _paged_reference(q, kv_cache, weights, context_lens, block_table, max_contex
     return out
 
 
+def _sum_of_heads(q, values, weights):  # type: ignore[no-untyped-def]
+    """q [..., rows, heads, dim], values [..., keys, dim], weights [..., rows, heads] to [..., rows, keys]."""
+    import torch
+
+    q, values, found = q.half(), values.half().transpose(-1, -2), None
+    for h in range(q.shape[-2]):
+        part = torch.matmul(q[..., h, :], values).relu().float() * weights[..., h, None]
+        found = part if found is None else found + part
+    return found
+
+
+def _ragged_eager(  # type: ignore[no-untyped-def]
+    q, keys, key_scales, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits=True, max_seqlen_k=0
+):
+    import torch
+
+    logits = _sum_of_heads(q, keys, weights) * key_scales
+    key = torch.arange(keys.shape[0], device=q.device)
+    seen = (key >= cu_seq_len_k_start[:, None]) & (key < cu_seq_len_k_end[:, None])
+    return logits.masked_fill(~seen, -float("inf"))
+
+
+def _paged_eager(q, kv_cache, weights, context_lens, block_table, max_context_len, clean_logits=False):  # type: ignore[no-untyped-def]
+    import torch
+
+    batch, next_n, _, dim = q.shape
+    pages, page_size = kv_cache[block_table.long()].flatten(2), kv_cache.shape[1]
+    values = pages[..., : page_size * dim].contiguous().view(q.dtype).reshape(batch, -1, dim)
+    scales = pages[..., page_size * dim :].contiguous().view(weights.dtype).reshape(batch, 1, -1)
+    logits = _sum_of_heads(q, values, weights.view(batch, next_n, -1)) * scales
+    out = weights.new_full((batch * next_n, max_context_len), -float("inf"))
+    columns = min(max_context_len, logits.shape[-1])
+    out[:, :columns] = logits.flatten(0, 1)[:, :columns]
+    ends = (
+        context_lens if context_lens.ndim == 2 else context_lens[:, None] + torch.arange(1 - next_n, 1, device=q.device)
+    )
+    unseen = torch.arange(max_context_len, device=q.device) >= ends.reshape(-1, 1)
+    return out.masked_fill_(unseen, -float("inf"))
+
+
 def _seen(q, weights, context_lens, max_context_len, clean_logits=False, **_):  # type: ignore[no-untyped-def]
     import torch
 
@@ -242,6 +282,7 @@ RAGGED_LOGITS = TraceTemplate(
     make=_make_ragged,
     samples=(*samples({"heads, dim": _FORMS, "num_rows": (3, 11)}), {"num_rows": 1, "num_keys": 3000}),
     work=_work(4),
+    eager=_ragged_eager,
     tolerance=_EXACT,
     description="The indexer's logits of query rows over windows of one array of keys.",
 )
@@ -266,8 +307,9 @@ PAGED_LOGITS = TraceTemplate(
         {"page_size": 48, "kv_len": 700, "batch_size": 40},
     ),
     work=_work(4),
+    eager=_paged_eager,
     tolerance=_EXACT,
-    others=("schedule_meta", "indices"),
+    others=("schedule_meta", "indices", "out"),
     description="The indexer's logits of the rows of requests over their pages of keys.",
 )
 

@@ -383,7 +383,9 @@ SSD = TraceTemplate(
         }
     ),
     work=_ssd_work,
-    tolerance={"output": (2e-2, 1e-1), "final_states": (1e-2, 2e-2)},  # sums of hundreds of terms of size 1
+    # Products take operands of 16 bits: an fp64 emulation of their rounding to bf16 lies 0.68 and 0.054 beyond the
+    # relative part, over 18 draws of up to 400 tokens.
+    tolerance={"output": (2e-2, 8e-1), "final_states": (1e-2, 6e-2)},
     others=words(
         "dt_limit seq_idx chunk_indices chunk_offsets seq_chunk_cumsum update_seq_chunk_cumsum num_seqs final_states",
         "checkpoint_token_indices checkpoint_state_slots checkpoint_states return_final_states initial_state_indices",

@@ -30,7 +30,7 @@ def _delta_unit(axes: Values) -> Unit:
             LoraDeltaConfig(8 * tiles, 512),
             ctas_per_sm=ctas,
         )
-        for tiles, ctas in ((1, 3), (2, 2), (4, 2))
+        for tiles, ctas in ((1, 3), (2, 2), (4, 2 if axes["capability"] >= 90 else 1))
     )
     return Unit("fi/lora/lora_delta.cuh", "LoraDeltaParams", entries)
 

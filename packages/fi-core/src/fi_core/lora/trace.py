@@ -69,7 +69,7 @@ def _make_shrink(draw: Draw, s: Any) -> dict[str, Any]:
     return {
         "inputs": draw.rows(draw.normal((s.num_tokens, s.in_features), s.dtype)),
         "lora_a_weights": _bank(draw, s, s.rank, s.in_features),
-        "output_tensor": draw.empty((s.num_tokens, s.rank), "float32").nan_to_num(),
+        "output_tensor": draw.rows(draw.normal((s.num_tokens, s.rank), "float32")),
         "lora_indices_tensor": _indices(draw, s),
         "scaling": 0.5,
     }
@@ -116,16 +116,28 @@ def _make_pairs(draw: Draw, s: Any) -> dict[str, Any]:
     }
 
 
-def _linear_eager(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, lora_indices):  # type: ignore[no-untyped-def]
+def _linear_eager(y, x, a, b, scale, lora_indices):  # type: ignore[no-untyped-def]
     """The adapters' products for all tokens, of which each takes its own."""
     import torch
 
-    a, b = lora_a_stacked[0][:, 0], lora_b_stacked[0][:, 0]
+    a, b = a[:, 0], b[:, 0]
     index = lora_indices.clamp(min=0)[None, :, None]
     h = torch.matmul(x, a.mT).gather(0, index.expand(1, -1, a.shape[1]))[0]
     found = torch.matmul(h, b.mT).gather(0, index.expand(1, -1, b.shape[1]))[0]
     y += scale * found * (lora_indices >= 0)[:, None]
     return y
+
+
+def _pairs_eager(x, a, b, sorted_token_ids, expert_ids, lora_indices, topk_weights):  # type: ignore[no-untyped-def]
+    """The products of each pair with its own copy of the weights."""
+    import torch
+
+    tokens = sorted_token_ids.long()
+    adapters = lora_indices[tokens].long()
+    own = adapters.clamp(min=0), expert_ids.long()
+    found = torch.bmm(b[own], torch.bmm(a[own], x[tokens][:, :, None]))[:, :, 0].float()
+    weights = (topk_weights.float() * (adapters >= 0))[:, None]
+    return torch.zeros(x.shape[0], b.shape[2], device=x.device).index_add(0, tokens, found * weights).to(x.dtype)
 
 
 def _pairs_work(found: Mapping[str, Any]) -> Work:
@@ -253,6 +265,7 @@ PAIRS = TraceTemplate(
     samples=_SAMPLES,
     work=_work,
     tolerance=_TOLERANCE,
+    eager=_pairs_eager,
     others=words("num_experts output_dim"),
     description="Both products of the adapters of pairs of a token and an expert, summed for each token with weights.",
 )

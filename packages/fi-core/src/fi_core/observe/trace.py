@@ -203,8 +203,8 @@ def select_template(
     found = trace if isinstance(trace, TraceTemplate) else trace(save_dir=save_dir, name=name, **arguments)
     if found is None:
         return None
-    usual = _defaults(func)
-    changed = [other for other in found.others if not _same(arguments.get(other), usual.get(other))]
+    usual = _defaults(func)  # what has none is given in every call
+    changed = [other for other in found.others if other in usual and not _same(arguments.get(other), usual[other])]
     return None if sets_any(arguments, *changed) else found
 
 

@@ -29,7 +29,7 @@ Q_TILE = 16  # packed query rows; kDecodeQTile
 MAX_RANGES = 1023  # work ranges; kDecodeMaxRanges
 CPU_CTAS = 64  # "CTAs" of a CPU; a fixed number, so that results do not depend on the number of threads
 BALANCED, NO_SPLIT = 0, -1  # values of `split_kv`, beside a number of KV tiles
-INVARIANT_TOKENS = 1024  # of a chunk where results must not depend on the batch; not measured
+INVARIANT_TOKENS = 512  # of a chunk where results must not depend on the batch
 
 
 # The tensors are contiguous, and the numbers of the `Buffers` are those sized for the batch. indptr: int32

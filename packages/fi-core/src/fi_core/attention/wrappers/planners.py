@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fi_core.attention.schedule import split_kv_of
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import PlanError
+from fi_core.runtime.invariance import is_on
 
 if TYPE_CHECKING:
     import torch
@@ -196,7 +197,7 @@ def fast_decode_plan(
     options = (
         batch_size, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, 0, logits_soft_cap,
         q_data_type, kv_data_type, None, data_type, sm_scale, rope_scale, rope_theta, fixed_split_size,
-        disable_split_kv, q_len_per_req, None, plan.most_ctas,
+        disable_split_kv, q_len_per_req, None, plan.most_ctas, is_on(),
     )  # fmt: skip
     try:
         shape = self._shapes.find(options) or self._new_shape(options)

@@ -281,8 +281,8 @@ Tile wgmma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, c
     const int64_t clocks = s.alone ? t.alone_clocks : t.k_block_clocks;
     const GemmTiling tiling{t.rows, t.columns, clocks, choice.splits, few_tokens, choice.transposed};
     const bool exchanges = t.stores == GemmStores::EITHER || t.stores == GemmStores::TRANSPOSED;
-    // Sums of k follow the number of tokens where a cluster splits k; those of kernels for few tokens are others.
-    if (batch_invariant() && (tries_split || few_tokens)) return -1.0;
+    // A split of k would follow the number of tokens. Other tiles add k in one order, exchanged operands or not.
+    if (batch_invariant() && choice.splits > 1) return -1.0;
     bool fits = false;
     if (!tries_split)
       fits = takes(p, a, t, card.multiprocessors);

@@ -364,7 +364,8 @@ struct ExpertGemmKernel {
     sum_slots<Out>(p.slots, shared.slots, *tile.gemm, feature);
   }
 
-  // What is added to the sums of a group of 8 tokens: of both projections of a feature, or of two features. -0: nothing.
+  // What is added to the sums of a group of 8 tokens: of both projections of a feature, or of two features. -0:
+  // nothing.
   FI_DEVICE void load_delta(const Tile& tile, int warp, int group, float (&delta)[4]) const {
     const ExpertGemm& g = *tile.gemm;
     const int lane = threadIdx.x % 32, first = tile.feature + warp * (kGated ? 8 : 16) + lane / 4;

@@ -55,13 +55,14 @@ inline void describe_keys(const Kernel& kernel, TensorMap& map, const void* data
            {token, 64, 8 * token, page}, {64, 8, dim / 64, box / 8, 1});
 }
 
-// How the wgmma kernels load q, k and v. key_step: KV tiles begin at a multiple of so many keys.
-inline PrefillCopies copies_of(const Kernel& kernel, const BatchPrefillParams& params, const Tensor& q, const Tensor& k,
-                               int64_t page_size, int64_t kv_tokens, int64_t box, int64_t key_step, KeyRows rows) {
+// How the wgmma kernels load q, k and v. key_step: KV tiles begin at a multiple of so many keys. They are written where
+// they stay: gcc 12 does not align the temporary that a function returns to the 64 bytes of a TensorMap.
+inline void describe_copies(const Kernel& kernel, BatchPrefillParams& params, const Tensor& q, const Tensor& k,
+                            int64_t page_size, int64_t kv_tokens, int64_t box, int64_t key_step, KeyRows rows) {
   const AttentionProblem& p = params.problem;
   const PagedKeys& paged = params.pages;
   const int64_t pages = paged.page_indices ? k.size(0) : 1, q_bytes = q.dtype().bytes(), bytes = k.dtype().bytes();
-  PrefillCopies c{};
+  PrefillCopies& c = params.copies;
   describe(kernel, c.q, p.q, q_bytes, {p.head_dim_qk, p.group(), p.kv_heads, q.size(0)},
            {p.q_head, p.q_head * p.group(), p.q_token}, {128 / q_bytes, p.group(), 1, params.tile_tokens});
   describe_keys(kernel, c.k, p.k, bytes, rows, p.head_dim_qk, p.k_token, p.k_head, paged.k_page, p.kv_heads, page_size,
@@ -78,7 +79,6 @@ inline PrefillCopies copies_of(const Kernel& kernel, const BatchPrefillParams& p
   c.gathered = paged.page_indices && box % 8;
   c.heads_in_column_blocks = rows == KeyRows::kWholeNHD;
   c.row_groups_per_head = rows == KeyRows::kWholeHND ? static_cast<int32_t>(page_size / 8) : 0;
-  return c;
 }
 
 // alignment: of the rows of q, k, v and out. num_ctas: the most; 0: as many as fit.
@@ -120,7 +120,7 @@ inline void launch_batch_prefill(const Kernel& kernel, BatchPrefillParams& param
   const Entry& by_rows = kernel.entries[rows == KeyRows::kColumns ? 0 : 1];
   // Else a window moves the tiles of a row with the rows beside it, and with the page size.
   const int64_t key_step = batch_invariant() ? keys : params.pages.page_indices ? box : 8;
-  params.copies = copies_of(kernel, params, q, k, page_size, kv_tokens, box, key_step, rows);
+  describe_copies(kernel, params, q, k, page_size, kv_tokens, box, key_step, rows);
   kernel.launch(by_rows, config, q.device(), params, extras.data());
 }
 

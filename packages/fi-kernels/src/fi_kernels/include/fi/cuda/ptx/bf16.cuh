@@ -1,5 +1,6 @@
 // Arithmetic on pairs of bf16.
 #pragma once
+#include "fi/cuda/ptx/pdl.cuh"
 #include "fi/types.h"
 
 namespace fi {

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import attention
 import ceilings
+import costs
 import floors
 import layers
 import products
@@ -296,6 +297,9 @@ TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its
     "moe-ceilings": ceilings.moe_table,
     "mla-ceilings": ceilings.mla_table,
     "moe": moe_table,
+    "batch-invariance": costs.invariance_table,
+    "indexer": costs.indexer_table,
+    "adapters": costs.adapters_table,
     "timers": timers_table,
 }
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

@@ -1,0 +1,44 @@
+"""Tables of what a mode or a part of a layer costs; see `results.TABLES`."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from records import number, rows, table
+
+
+def invariance_table() -> str:
+    """One row a call, one column a batch: time inside of batch_invariant() over time outside."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows("batch-invariance"):
+        found.setdefault(row["case"], {})[row["batch"]] = row["on_us"] / row["off_us"]
+    batches = sorted({batch for cells in found.values() for batch in cells})
+    lines = [
+        (case, *(f"{cells[batch]:.2f}" if batch in cells else "-" for batch in batches))
+        for case, cells in found.items()
+    ]
+    every = [ratio for cells in found.values() for ratio in cells.values()]
+    mean = math.exp(statistics.fmean(map(math.log, every)))
+    return f"{table(('on / off', *(f'batch {b}' for b in batches)), lines)}\n\nGeometric mean {mean:.2f}."
+
+
+def indexer_table() -> str:
+    """Times of logits and of logits with top-k beside the larger floor."""
+    lines = []
+    for row in rows("indexer"):
+        floor = max(row.get("bytes_us", 0.0), row["mma_us"])
+        logits, both = row["logits_us"], row["topk_us"]
+        share = f"{floor / logits:.0%}".replace("%", " %")
+        lines.append((row["case"], number(floor), number(logits), share, number(both)))
+    return table(("case", "floor us", "logits us", "floor / time", "logits and top-k us"), lines)
+
+
+def adapters_table() -> str:
+    """A layer of experts with adapters over the layer alone."""
+    lines = [
+        (row["case"], number(row["base_us"]), number(row["lora_us"]), f"{row['lora_us'] / row['base_us']:.2f}")
+        for row in rows("lora")
+        if "base_us" in row
+    ]
+    return table(("layer", "alone us", "with adapters us", "ratio"), lines)

@@ -284,6 +284,10 @@ def prepare_bgmv_moe(
             f"lora_a_weights and lora_b_weights must have as many tensors, at least 1; got {count} and "
             f"{len(lora_b_weights)}"
         )
+    for name, tensors in (("x", [x]), ("lora_a_weights", lora_a_weights), ("lora_b_weights", lora_b_weights)):
+        for t in tensors:
+            if not isinstance(t, torch.Tensor):
+                raise TypeError(f"{name}: tensors are required; got {type(t).__name__}")
     if x.ndim != 2 or any(w.ndim != 4 for w in (*lora_a_weights, *lora_b_weights)):
         raise ValueError(
             "x must have shape [tokens, in], lora_a_weights and lora_b_weights [loras, num_experts, rows, k]; got "

@@ -9,7 +9,7 @@ from fi_core.sampling.draw import top_k_top_p_sampling_from_probs
 from fi_core.sampling.renorm import top_p_renorm_probs
 from fi_core.topk import TopKTieBreak
 from fi_core.topk import top_k as select_top_k
-from fi_core.utils import check_shape_dtype_device
+from fi_core.utils import _check_writable, check_shape_dtype_device
 
 if TYPE_CHECKING:
     import torch
@@ -91,6 +91,7 @@ def cake_top_k_top_p_sampling_from_probs(
     ):
         if x is not None:
             check_shape_dtype_device(x, shape, dtype, probs.device, name)
+            _check_writable(x, name)
     drawn = top_k_top_p_sampling_from_probs(
         probs, top_k, top_p, generator=generator, seed=philox_seed, offset=philox_offset
     )

@@ -314,7 +314,7 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
         try:
             rows, columns, mask = block_row_sz.cpu().long(), block_col_sz.cpu().long(), block_mask_map != 0
             mask = mask if mask.device == self._inner.device else mask.cpu()
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             blame(error, block_mask_map=block_mask_map, block_row_sz=block_row_sz, block_col_sz=block_col_sz)
         qo_len, kv_len = _total("block_row_sz", rows), _total("block_col_sz", columns)
         page_size = math.gcd(*columns.flatten().tolist()) or 1

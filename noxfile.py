@@ -245,6 +245,14 @@ def take_trial(session: nox.Session) -> bool:
 
 
 @nox.session
+def changelog(session: nox.Session) -> None:
+    """The section of VERSION in CHANGELOG.md, from the files of changes/."""
+    install_tools(session, "release")
+    version = (ROOT / "VERSION").read_text().strip()
+    session.run("towncrier", "build", "--yes", "--version", version, *session.posargs)
+
+
+@nox.session
 def release(session: nox.Session) -> None:
     """Build, check and test what a release uploads, without the store; after `--install-only` without a network.
 

@@ -23,7 +23,7 @@ def git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def problems(version: str, changelog: str, changes: str, tags: list[str]) -> Iterator[str]:
+def problems(version: str, changelog: str, changes: str, tags: list[str], pending: list[str]) -> Iterator[str]:
     """What keeps a tree from being released.
 
     Args:
@@ -31,14 +31,15 @@ def problems(version: str, changelog: str, changes: str, tags: list[str]) -> Ite
         changelog: the text of CHANGELOG.md.
         changes: the output of `git status --porcelain`.
         tags: those of HEAD; a tree without one is checked before it is tagged.
+        pending: the files of changes/ that no section holds yet.
     """
     if changes:
         yield f"the tree has changes that are not committed: {changes.splitlines()[0]}"
-    if not re.search(rf"^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE):
-        yield f"CHANGELOG.md: a section '## {version} - YYYY-MM-DD' is required"
-    unreleased = re.search(r"^## Unreleased$(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
-    if unreleased and "- " in unreleased[1]:
-        yield f"CHANGELOG.md: lines under Unreleased belong to the section of {version}"
+    first = next(iter(re.findall(r"^## (.*)", changelog, re.MULTILINE)), "none")
+    if not re.fullmatch(rf"{re.escape(version)} - \d{{4}}-\d\d-\d\d", first):
+        yield f"CHANGELOG.md: '## {version} - YYYY-MM-DD' is required as its first section; got {first!r}"
+    if pending:
+        yield f"changes/: `nox -s changelog` must move {', '.join(pending)} into the section of {version}"
     if tags and f"v{version}" not in tags:
         yield f"HEAD has the tag {', '.join(tags)}; VERSION says v{version}"
 
@@ -46,7 +47,8 @@ def problems(version: str, changelog: str, changes: str, tags: list[str]) -> Ite
 def check() -> int:
     version = (ROOT / "VERSION").read_text().strip()
     tags = [tag for tag in git("tag", "--points-at", "HEAD").splitlines() if tag.startswith("v")]
-    found = list(problems(version, (ROOT / "CHANGELOG.md").read_text(), git("status", "--porcelain"), tags))
+    pending = sorted(path.name for path in (ROOT / "changes").glob("*.*.md"))
+    found = list(problems(version, (ROOT / "CHANGELOG.md").read_text(), git("status", "--porcelain"), tags, pending))
     for line in found:
         print(f"release: {line}")
     return bool(found)
@@ -77,11 +79,12 @@ def uploads(folder: Path) -> int:
         return 0
     files = sorted(path for pattern in ("*.whl", "*.tar.gz") for path in folder.rglob(pattern))
     print(f"Release {version} of {git('rev-parse', 'HEAD')} is ready. A person now")
-    print(f"  tags the commit:            git tag -s v{version}")
+    print(f"  tags the commit:            git tag -s v{version}, and pushes the tag")
     print("  uploads, with attestations of a trusted publisher:")
     for path in files:
         print(f"    {path.relative_to(folder)}  {path.stat().st_size / 1e6:.2f} MB")
     print(f"  publishes beside them:      {folder / 'provenance.intoto.json'}")
+    print("  compares what is published: nox -s rebuild -- --against FOLDER, in the tagged commit")
     return 0
 
 

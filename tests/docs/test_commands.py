@@ -114,7 +114,7 @@ def check_nox(words: list[str]) -> None:
     own = [word for word in own if word not in STAND_INS]
     chosen = [own[i + 1] for i, word in enumerate(own[:-1]) if word == "-s"]
     assert set(chosen) <= set(sessions())
-    assert {word for word in own[1:] if word.startswith("-")} <= {"-s", "-l", "--no-venv"}
+    assert {word for word in own[1:] if word.startswith("-")} <= {"-s", "-l", "--no-venv", "--install-only"}
     if chosen == ["fuzz"]:
         fuzz_options(given)
     elif chosen == ["rebuild"]:

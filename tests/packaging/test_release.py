@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from clean_site import ROOT
 
-CHANGELOG = "# Changelog\n\n## Unreleased\n\n## 1.2.0 - 2026-01-31\n\n### Added\n\n- One thing.\n"
+CHANGELOG = "# Changelog\n\n<!-- releases -->\n\n## 1.2.0 - 2026-01-31\n\n### Added\n\n- One thing.\n"
 
 
 @pytest.fixture
@@ -21,23 +21,35 @@ def release(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_tree_that_can_be_released(release: Any) -> None:
     for tags in ([], ["v1.2.0"]):
-        assert list(release.problems("1.2.0", CHANGELOG, "", tags)) == []
+        assert list(release.problems("1.2.0", CHANGELOG, "", tags, [])) == []
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"changes": " M README.md"}, r"changes that are not committed: +M README\.md"),
-        ({"version": "1.3.0", "tags": []}, r"a section '## 1\.3\.0 - YYYY-MM-DD' is required"),
-        ({"changelog": CHANGELOG.replace("2026-01-31", "unreleased")}, "a section '## 1.2.0 - YYYY-MM-DD'"),
-        ({"changelog": CHANGELOG.replace("Unreleased\n", "Unreleased\n\n- Later.\n")}, "lines under Unreleased"),
+        ({"version": "1.3.0", "tags": []}, r"'## 1\.3\.0 - YYYY-MM-DD' is required .* got '1\.2\.0 - 2026-01-31'"),
+        (
+            {"changelog": CHANGELOG.replace("2026-01-31", "soon")},
+            r"'## 1\.2\.0 - YYYY-MM-DD' is required .* got '1\.2\.0 - ",
+        ),
+        ({"changelog": CHANGELOG.replace("## 1.2.0", "## Unreleased\n\n## 1.2.0")}, "got 'Unreleased'"),
+        ({"pending": ["+a.moe.md"]}, r"`nox -s changelog` must move \+a\.moe\.md into the section of 1\.2\.0"),
         ({"tags": ["v1.1.0"]}, "HEAD has the tag v1.1.0; VERSION says v1.2.0"),
     ],
 )
 def test_what_keeps_a_tree_from_it(release: Any, change: dict[str, Any], reason: str) -> None:
-    given = {"version": "1.2.0", "changelog": CHANGELOG, "changes": "", "tags": ["v1.2.0"], **change}
+    given = {"version": "1.2.0", "changelog": CHANGELOG, "changes": "", "tags": ["v1.2.0"], "pending": [], **change}
     (line,) = release.problems(**given)
     assert re.search(reason, line), line
+
+
+def test_a_pending_change_is_of_a_family_of_the_changelog() -> None:
+    """towncrier leaves out a file of another type."""
+    known = set(re.findall(r'directory = "(\w+)", name =', (ROOT / "pyproject.toml").read_text()))
+    named = [path.name for path in (ROOT / "changes").iterdir() if path.name != "README.md"]
+    wrong = [name for name in named if not ((m := re.fullmatch(r"\+[\w-]+\.(\w+)\.md", name)) and m[1] in known)]
+    assert known >= {"attention", "moe", "removed"} and wrong == []
 
 
 def test_the_five_packages_say_the_same_of_themselves() -> None:

@@ -246,10 +246,12 @@ def take_trial(session: nox.Session) -> bool:
 
 @nox.session
 def changelog(session: nox.Session) -> None:
-    """The section of VERSION in CHANGELOG.md, from the files of changes/."""
+    """The section of VERSION in CHANGELOG.md: the files of changes/, and the speed beside the last release's."""
     install_tools(session, "release")
     version = (ROOT / "VERSION").read_text().strip()
     session.run("towncrier", "build", "--yes", "--version", version, *session.posargs)
+    if "--draft" not in session.posargs:
+        session.run("python", "docs/speeds.py")
 
 
 @nox.session
@@ -265,7 +267,8 @@ def release(session: nox.Session) -> None:
     install_builders(session)
     install_tools(session, "release")
     dist = ROOT / "dist"
-    session.run("python", "tools/release.py", "check", success_codes=[0, 1] if trial else [0])
+    for check in ("tools/release.py", "docs/speeds.py"):
+        session.run("python", check, "check", success_codes=[0, 1] if trial else [0])
     shutil.rmtree(dist, ignore_errors=True)
     session.run("python", "tools/rebuild.py", "--out", str(dist))
     build_aarch64(session, dist)

@@ -2,7 +2,7 @@
 
 Each takes the place of a line in a header: a wait that goes, a count that is one lower, a release before the last read,
 a barrier that goes, a fence that goes, an arrival that goes. A missing fence need not show: a delay gives the store
-more time to be seen. The census (tests/kernels/census.py) counts fences, so it holds those.
+more time to be seen. The census (tests/kernels/census.py) sees it by its PTX, and all others but a count.
 """
 
 from __future__ import annotations

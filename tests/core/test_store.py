@@ -150,6 +150,13 @@ toy.use(sys.argv[1])
 found = built(toy.artifacts()[0])
 print(found.origin, found.path)
 """
+NAME = """
+import sys
+from core import toy
+from fi_core.runtime.build import compiler
+toy.use(sys.argv[1])
+print(compiler.key(toy.artifacts()[0]))
+"""
 RMSNORM = """
 from core import toy
 from fi_core.runtime.build import sources
@@ -307,6 +314,17 @@ def test_a_read_only_root_is_passed_over(
     assert origin == "jit" and Path(path).is_relative_to(second())
     assert python.run(KERNEL, tree, before=unprivileged).split() == ["store", path]
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_lock_that_we_may_not_open_is_passed_over(python: Python, tree: Path, unprivileged: tuple[str, ...]) -> None:
+    """Of another user: the next root serves, and the lock stays."""
+    cache().mkdir(parents=True)
+    lock = cache() / f".lock-{python.run(NAME, tree).strip()}"
+    lock.touch(mode=0o000)
+    origin, path = python.run(KERNEL, tree, before=unprivileged).split()
+    assert origin == "jit" and Path(path).is_relative_to(second())
+    assert python.run(KERNEL, tree, before=unprivileged).split() == ["store", path]
+    assert lock.exists()
 
 
 def test_a_sound_entry_of_a_read_only_root_is_used(python: Python, tree: Path, unprivileged: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,6 +100,19 @@ def test_the_cause_is_in_the_error(damage: Callable[[Path], object], cause: str,
         built(image)
     assert str(entry.parent) in str(error.value)
     assert entry.is_dir()
+
+
+@pytest.mark.parametrize("when", [30_000_000, 2_100_000_000], ids=["1971", "2036"])
+@pytest.mark.parametrize("jit", ["off", "on"])
+def test_an_entry_by_a_wrong_clock_serves(
+    when: int, jit: str, filled: tuple[Artifact, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, entry = filled
+    monkeypatch.setenv("FI_JIT", jit)
+    for path in (entry.parent, entry, *entry.iterdir()):
+        os.utime(path, (when, when))
+    assert built(image)[:2] == (entry / image.file, "store")
+    assert store.entries()[0].path == entry
 
 
 def test_the_store_of_another_user(filled: tuple[Artifact, Path], give: Callable[[Path], None]) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from core.console import Cli
+from core.serving_calls import KV_DTYPES, PAGES, SERVED, Sizes, calls
 from fi_core import aot, profiles
 from fi_core.ahead import Options, iterate_specs, specs_of_model
 from fi_core.observe.draw import Outline
-from fi_core.profiles import MODELS, Model, model_of
+from fi_core.profiles import MODELS, model_of
 from fi_core.registry import described
 from fi_core.runtime.build import sources
 from fi_core.runtime.machine import Rehearsal
@@ -22,7 +22,6 @@ from fi_core.runtime.spec.op import Spec
 from fi_core.runtime.spec.target import CPU, PREBUILT_ARCHS, Target
 
 HOPPER = Target("cuda", "90a")
-Sizes = dict[str, Any]
 
 
 def chosen(target: Target, name: str, sizes: Sizes) -> set[Spec]:
@@ -35,68 +34,6 @@ def chosen(target: Target, name: str, sizes: Sizes) -> set[Spec]:
     return {spec for spec in specs if not spec.op.is_composite and spec.unit() is not None}
 
 
-def attention(model: Model, kv: str | None, page: int) -> Iterator[tuple[str, Sizes]]:
-    heads = {"num_qo_heads": model.num_qo_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-    heads["logits_soft_cap"] = 30.0 if model.soft_cap else None  # type: ignore[assignment]
-    if model.latent:
-        for batch, num_heads in itertools.product((1, 64), (16, model.num_qo_heads)):
-            sizes = {"batch_size": batch, "num_heads": num_heads, "page_size": page, "kv_dtype": kv}
-            yield "BatchMLAPagedAttentionWrapper", sizes
-        ragged = {**heads, "head_dim_vo": model.head_dim_vo}
-        yield "BatchPrefillWithRaggedKVCacheWrapper", ragged
-        yield "concat_mla_k", {}
-        yield "merge_state", {"head_dim": 128}
-        return
-    for batch in (1, 64):
-        yield "BatchDecodeWithPagedKVCacheWrapper", {**heads, "batch_size": batch, "page_size": page, "kv_dtype": kv}
-    for qo_len in (16, 2048):
-        yield "BatchPrefillWithPagedKVCacheWrapper", {**heads, "qo_len": qo_len, "page_size": page, "kv_dtype": kv}
-
-
-def products(model: Model, dtype: str) -> Iterator[tuple[str, Sizes]]:
-    """Quantization of tokens and products with 4-bit weights, and adapters, of few and of many tokens."""
-    nvfp4 = model.weights == "nvfp4"
-    for m in (1, 16, 64, 2048):
-        matrix = {"m": m, "n": 4096, "k": 4096}
-        if model.weights in ("nvfp4", "mxfp4"):
-            yield "nvfp4_quantize" if nvfp4 else "mxfp4_quantize", {"rows": m, "columns": 4096}
-            yield "mm_fp4", {**matrix, "use_nvfp4": nvfp4, "out_dtype": dtype}
-        for column_major in (True, False):
-            yield "SegmentGEMMWrapper", {**matrix, "num_weights": 8, "batch_size": 4, "column_major": column_major}
-
-
-def other(model: Model, dtype: str) -> Iterator[tuple[str, Sizes]]:
-    """The calls of a step that are neither attention nor products of weights, at few and many tokens."""
-    for name in ("rmsnorm", "fused_add_rmsnorm"):
-        yield name, {"batch_size": 8, "hidden_size": 4096}
-    yield "silu_and_mul", {"batch_size": 8, "hidden_size": 4096}
-    rope = {"nnz": 8, "num_qo_heads": model.num_qo_heads, "num_kv_heads": model.num_kv_heads, "rotary_dim": 64}
-    yield "apply_rope_with_cos_sin_cache_inplace", {**rope, "head_size": model.head_dim}
-    yield "append_paged_kv_cache", {}
-    for rows, logits in itertools.product((1, 64), ("float32", dtype)):
-        for name in ("sampling_from_logits", "top_k_top_p_sampling_from_logits"):
-            yield name, {"rows": rows, "vocab_size": 128256, "dtype": logits}
-    layer = {"num_experts": 128, "top_k": 8, "hidden_size": 2048, "intermediate_size": 768}
-    for tokens in (1, 2, 8, 64, 256, 2048):
-        if model.experts == "bf16":
-            yield "cutlass_fused_moe", {**layer, "num_tokens": tokens}
-            yield "cutlass_fused_moe", {**layer, "num_tokens": tokens, "num_experts": 8, "top_k": 2}
-        if model.experts == "e4m3":
-            yield "trtllm_fp8_block_scale_moe", {**layer, "num_tokens": tokens, "n_group": 8, "topk_group": 4}
-    if model.linear:
-        heads = {"num_q_heads": 16, "num_v_heads": 32, "head_size": 128, "batch_size": 8}
-        for state in ("float32", "bfloat16"):
-            yield "chunk_gated_delta_rule", {**heads, "state_dtype": state, "seq_len": 1024}
-            yield "gated_delta_rule_decode_pretranspose", {**heads, "state_dtype": state}
-        yield "gated_delta_rule_decode", heads
-        yield "gated_delta_rule_mtp", heads
-
-
-# Others have the kernels of one of these.
-KINDS = ["llama-8b", "llama-1b", "gemma2-9b", "gemma2-27b", "gpt-oss-20b", "qwen3-30b-a3b", "qwen3-next-80b-a3b",
-         "qwen3-235b-a22b-fp8", "deepseek-v3", "kimi-k2", "llama-8b-nvfp4", "llama-8b-mxfp4"]  # fmt: skip
-KV_DTYPES = (None, "float8_e4m3fn", "float8_e5m2")
-SERVED = [(name, "bfloat16") for name in KINDS] + [(name, "float16") for name in KINDS if MODELS[name].serves_fp16]
 OTHERS = [Target("cuda", arch) for arch in PREBUILT_ARCHS if arch != HOPPER.arch]
 # Each model on Hopper and on one of the other targets, which have fewer kernels.
 PLACES = [(target, *served) for n, served in enumerate(SERVED) for target in (HOPPER, OTHERS[n % len(OTHERS)])]
@@ -107,17 +44,12 @@ def test_serving_calls_are_shipped_and_listed(target: Target, name: str, dtype: 
     """Each call is rehearsed; a kernel that no package has, or that `prebuild --model` does not list, is named."""
     model, shipped = MODELS[name], {a.id for a in aot.grid(("cubin",))}
     missing: set[str] = set()
-    for kv, page in itertools.product(KV_DTYPES, (1, 16, 64, 128)):
-        if model.latent and kv == "float8_e5m2":
-            continue  # refused: no kernel reads it
-        options = Options(dtype, kv, page, lora=True)
-        listed = set(iterate_specs(model, target, options))
-        calls = [*attention(model, kv, page)]
-        if (kv, page) == (None, 16):
-            calls += [*other(model, dtype), *products(model, dtype)]
-        for function, sizes in calls:
-            own = sizes if dtype == "bfloat16" or function == "mm_fp4" else {"dtype": dtype, **sizes}
-            for spec in chosen(target, function, own):
+    for kv, page in itertools.product(KV_DTYPES, PAGES):
+        if not (asked := list(calls(name, dtype, kv, page))):
+            continue
+        listed = set(iterate_specs(model, target, Options(dtype, kv, page, lora=True)))
+        for function, sizes in asked:
+            for spec in chosen(target, function, sizes):
                 files = [artifact.id for artifact in sources.artifacts(spec)[1:]]
                 missing |= {f"not shipped: {function}: {file}" for file in files if file not in shipped}
                 if spec not in listed:

@@ -6,6 +6,10 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,3 +204,47 @@ def test_a_model_is_served_without_compilers(model: str, site: Callable[..., Sit
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["missing"] == 0 and {file["from"] for file in found["files"]} == {HOST, DEVICE}
+
+
+def serve(folder: Path, device: str, *options: str, **environment: str) -> tuple[int, list[str]]:
+    """Exit code and lines of tools/served.py."""
+    line = [sys.executable, ROOT / "tools/served.py", folder, f"--device={device}", *options]
+    done = subprocess.run(line, env=os.environ | environment, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, done.stdout.splitlines()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("arch", [target.arch for target in aot.targets() if target.kind == "cuda"])
+def test_serving_calls_of_every_model_are_made_on_the_wheels_alone(
+    arch: str, wheels: dict[str, Path], mock_driver: Path
+) -> None:
+    """No program on the path, an empty store, FI_JIT=off: every launch is computed, and every binary bound."""
+    target = Target("cuda", arch)
+    places = {"LD_LIBRARY_PATH": str(mock_driver), "FI_MOCK_CAPABILITY": str(target.capability)}
+    code, lines = serve(wheels["fi_core"].parent, str(target), **places)
+    assert code == 0, lines
+    (line,) = lines
+    found = re.fullmatch(rf"(\d+) calls on {target}, (\d+) kernels, \d+ s: 0 findings", line)
+    assert found and int(found[1]) > 700 and int(found[2]) > 50
+
+
+def test_a_call_that_the_wheels_do_not_serve_is_named(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """The calls of a function run on the CPU, compared with its reference; without its module none does."""
+    code, (line,) = serve(wheels["fi_core"].parent, "cpu", "--functions", "rmsnorm")
+    assert code == 0 and re.fullmatch(r"2 calls on cpu, 1 kernels, \d+ s: 0 findings", line)
+    for wheel in wheels.values():
+        with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(tmp_path / wheel.name, "w") as part:
+            for name in whole.namelist():
+                if not name.endswith("/rmsnorm_cpu.so"):
+                    part.writestr(name, whole.read(name))
+    code, (*lines, last) = serve(tmp_path, "cpu", "--functions", "rmsnorm")
+    assert code == 1 and len(lines) == 2 and last.endswith(": 2 findings")
+    assert re.match(r"llama-8b \w+ kv .*: rmsnorm \{.*: MissingKernelError: kernel 'rmsnorm_cpu' is not", lines[0])
+
+
+def test_installed_packages_do_not_stand_in_for_a_wheel(wheels: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("fi_core", "fi_kernels", "fi_bench"):
+        shutil.copy(wheels[name], tmp_path)
+    code, lines = serve(tmp_path, "cpu", "--functions", "rmsnorm")
+    assert code == 1 and any(line.endswith("fi_jit_cache/data: is not of the wheels") for line in lines), lines

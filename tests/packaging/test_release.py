@@ -85,3 +85,11 @@ def test_the_policy_says_who_supports_what() -> None:
     ):
         found = re.search(pattern, core)
         assert found and row.format(found[1]) in support
+
+
+def test_the_readme_and_the_changelog_say_which_cards_have_run() -> None:
+    """Those with results; binaries for other targets are compiled alone, as docs/support.py tells of each target."""
+    cards = {path.name.partition("-")[0].upper() for path in (ROOT / "benchmarks/results").glob("*.jsonl")}
+    for page in ("README.md", "CHANGELOG.md"):
+        (said,) = re.findall(r"have run on\s([\w\s]+?)\salone", (ROOT / page).read_text())
+        assert set(said.split()) - {"and"} == cards, page

@@ -152,7 +152,7 @@ def test_pod(kv_layout: str, device: str, divided: None) -> None:
         assert_close(out_d, want)
     with pytest.raises(NotImplementedError, match="custom_mask_d"):
         w.run(q, k, v, p.q, p.cache, custom_mask_d=mask)
-    with pytest.raises(TypeError, match=r"^jit_args: .*missing 12 required"):
+    with pytest.raises(TypeError, match=r"Wrapper: jit_args: .*missing 12 required"):
         PODWithPagedKVCacheWrapper(workspace(device), jit_args=("x",))
 
 

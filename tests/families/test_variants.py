@@ -427,9 +427,9 @@ def test_unsupported_modules_raise_with_advice() -> None:
         gen_customize_batch_prefill_module("fa3", *jit_args(SINK, torch.float32))
     with pytest.raises(NotImplementedError, match=r"^fp8_enabled: "):
         gen_customize_batch_prefill_module("fa2", *jit_args(SINK), fp8_enabled=True)
-    with pytest.raises(TypeError, match=r"^jit_args: 13 are required, uri, dtype_q, .*got 2"):
+    with pytest.raises(TypeError, match=r"Wrapper: jit_args: 13 are required, uri, dtype_q, .*got 2"):
         BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), jit_args=["sink", F16])
-    with pytest.raises(TypeError, match=r"^jit_args, jit_kwargs: .*use_window"):
+    with pytest.raises(TypeError, match=r"Wrapper: jit_args, jit_kwargs: .*use_window"):
         BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), jit_args=jit_args(SINK), jit_kwargs={"use_window": 1})
 
 

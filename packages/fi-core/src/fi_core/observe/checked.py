@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from fi_core.observe import api
 from fi_core.observe.template import Tensor
-from fi_core.runtime.errors import FiError, UnsupportedError
+from fi_core.runtime.errors import FiError, UnknownWordError, UnsupportedError
 from fi_core.runtime.launch import torch_op
 from fi_core.runtime.launch.operator import operators
 from fi_core.runtime.signature import define
@@ -46,7 +46,7 @@ _WORDS = {
 }
 
 
-_PLAIN = (ValueError, TypeError, NotImplementedError)  # of a caller's mistake
+_PLAIN = (ValueError, TypeError, NotImplementedError, UnknownWordError)  # of a caller's mistake
 # Classes of errors that fi itself raises as subclasses only.
 _FOREIGN = (AttributeError, IndexError, RuntimeError, AssertionError, ZeroDivisionError, OverflowError)
 
@@ -168,11 +168,7 @@ def _name_caller(error: Exception, called: str, signature: inspect.Signature) ->
     inner, colon, text = str(error).partition(": ")
     if colon and _is_callee(inner) and inner not in signature.parameters:
         error.args = (f"{called}: {text}",)
-    elif (
-        type(error) in _PLAIN
-        and "self" not in signature.parameters
-        and re.split(r"\W", inner)[0] in signature.parameters
-    ):
+    elif type(error) in _PLAIN and re.split(r"\W", inner)[0] in signature.parameters:
         error.args = (f"{called}: {error}",)
 
 

@@ -82,9 +82,12 @@ CHECKS = {
     ("name", "target", "expected"),
     [(name, target, expected) for name, cases in CHECKS.items() for target, expected in cases],
 )
-def test_architecture_checks(device: Device, name: str, target: tuple[int, int, str], expected: bool) -> None:
+def test_architecture_checks(
+    device: Device, name: str, target: tuple[int, int, str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device(*target)
-    assert getattr(utils, name)(CUDA) is expected
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert getattr(utils, name)(CUDA) is getattr(utils, name)() is expected
 
 
 def test_architecture_check_without_cuda_in_torch(device: Device) -> None:
@@ -99,7 +102,7 @@ def test_checks_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("Torch not compiled with CUDA enabled")
 
     monkeypatch.setattr(torch.cuda, "current_device", no_gpu)
-    assert [name for name in CHECKS if getattr(utils, name)(CUDA_UNNAMED)] == []
+    assert [name for name in CHECKS if getattr(utils, name)(CUDA_UNNAMED) or getattr(utils, name)()] == []
     assert not utils.device_support_pdl(CUDA_UNNAMED)
     with pytest.raises(RuntimeError, match="get_compute_capability: torch sees no GPU cuda: Torch not compiled"):
         utils.get_compute_capability(CUDA_UNNAMED)

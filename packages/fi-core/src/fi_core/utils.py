@@ -156,7 +156,7 @@ def get_device_sm_count(device: torch.device) -> int:
     return sm_count_of(cuda_index(device, "get_device_sm_count"))
 
 
-def _has(device: torch.device, major: int, cuda: str, minor: int | None = None) -> bool:
+def _has(device: torch.device | str, major: int, cuda: str, minor: int | None = None) -> bool:
     import torch
 
     here, toolkit = capability_if_any(device), torch.version.cuda
@@ -164,42 +164,42 @@ def _has(device: torch.device, major: int, cuda: str, minor: int | None = None) 
     return fits and toolkit is not None and version_at_least(toolkit, cuda)
 
 
-def is_sm90a_supported(device: torch.device) -> bool:
+def is_sm90a_supported(device: torch.device | str = "cuda") -> bool:
     """Returns whether the device is sm_90 and torch's CUDA toolkit is 12.3 or later; False without a GPU."""
     return _has(device, 9, "12.3")
 
 
-def is_sm100a_supported(device: torch.device) -> bool:
+def is_sm100a_supported(device: torch.device | str = "cuda") -> bool:
     """Returns whether the device is sm_10x and torch's CUDA toolkit is 12.8 or later; False without a GPU."""
     return _has(device, 10, "12.8")
 
 
-def is_sm100f_supported(device: torch.device) -> bool:
+def is_sm100f_supported(device: torch.device | str = "cuda") -> bool:
     """Returns whether the device is sm_10x and torch's CUDA toolkit is 12.9 or later; False without a GPU."""
     return _has(device, 10, "12.9")
 
 
-def is_sm110a_supported(device: torch.device) -> bool:
+def is_sm110a_supported(device: torch.device | str = "cuda") -> bool:
     """Returns whether the device is sm_11x and torch's CUDA toolkit is 13.0 or later; False without a GPU."""
     return _has(device, 11, "13.0")
 
 
-def is_sm120a_supported(device: torch.device) -> bool:
+def is_sm120a_supported(device: torch.device | str = "cuda") -> bool:
     """Returns whether the device is sm_120 and torch's CUDA toolkit is 12.8 or later; False without a GPU."""
     return _has(device, 12, "12.8", minor=0)
 
 
-def is_sm120f_supported(device: torch.device) -> bool:
+def is_sm120f_supported(device: torch.device | str = "cuda") -> bool:
     """Returns whether the device is sm_12x and torch's CUDA toolkit is 12.9 or later; False without a GPU."""
     return _has(device, 12, "12.9")
 
 
-def is_sm121a_supported(device: torch.device) -> bool:
+def is_sm121a_supported(device: torch.device | str = "cuda") -> bool:
     """Returns whether the device is sm_121 and torch's CUDA toolkit is 12.9 or later; False without a GPU."""
     return _has(device, 12, "12.9", minor=1)
 
 
-def is_sm12x_supported(device: torch.device) -> bool:
+def is_sm12x_supported(device: torch.device | str = "cuda") -> bool:
     """Returns whether torch's CUDA toolkit supports this sm_12x device: 12.8 for sm_120, 12.9 for the others."""
     return is_sm120a_supported(device) or is_sm120f_supported(device)
 

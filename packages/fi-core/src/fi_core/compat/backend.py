@@ -37,7 +37,7 @@ def capability_of(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-def get_compute_capability(device: torch.device) -> tuple[int, int]:
+def get_compute_capability(device: torch.device | str) -> tuple[int, int]:
     """Returns (major, minor) of a CUDA device.
 
     Raises:
@@ -50,7 +50,7 @@ def get_compute_capability(device: torch.device) -> tuple[int, int]:
         raise RuntimeError(f"get_compute_capability: torch sees no GPU {device}: {error}") from None
 
 
-def capability_if_any(device: torch.device) -> tuple[int, int]:
+def capability_if_any(device: torch.device | str) -> tuple[int, int]:
     """`get_compute_capability`, or (0, 0) where there is no GPU."""
     try:
         return get_compute_capability(device)

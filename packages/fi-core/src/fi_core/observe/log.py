@@ -234,7 +234,7 @@ def fi_api(
 
     def decorate(op: F) -> F:
         api.register(op)
-        is_logged = settings.level == 1 or settings.level >= 3
+        is_logged = settings.level >= 1
         in_module = "<locals>" not in op.__qualname__  # what a caller can import
         if isinstance(op, type):
             own: Any = op.__init__  # type: ignore[misc]

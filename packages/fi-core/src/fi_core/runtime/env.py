@@ -322,7 +322,9 @@ class Env:
     logging_level = Variable[Literal["debug", "info", "warning", "error", "critical"]](
         _choice("debug", "info", "warning", "error", "critical"), "info", "import", "Level of the build logger."
     )
-    loglevel = Variable[int](_integer(0), 0, "import", "API log: 0 off, 1 names, 3 inputs, 5 statistics, 10 dumps.")
+    loglevel = Variable[int](
+        _integer(0), 0, "import", "API log: 0 off; names from 1 on, inputs from 3, statistics from 5, dumps from 10."
+    )
     logdest = Variable[str](TEXT, "stdout", "import", "API log target: stdout, stderr or a file; %i becomes the pid.")
     dump_dir = Variable[Path](PATH, Path("fi_dumps"), "import", "Where level 10 writes its dumps.")
     dump_max_size_gb = Variable[float](NUMBER, 20.0, "import", "Dumping stops after this many gigabytes.")

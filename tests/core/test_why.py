@@ -118,6 +118,11 @@ def test_why_shows_the_conditions_that_are_declared(cli: Cli, refusing: Path) ->
     assert "CompileError" in cli.json("why", "mm_bf16", "--target", "sm_80", "--compile", code=1)["error"] or cli.err
 
 
+def test_one_16_bit_dtype_is_that_of_the_other_fields(cli: Cli) -> None:
+    assert cli("why", "rmsnorm", "dtype=bf16", "--target", "cpu").startswith("rmsnorm(dtype=bf16, out=bf16, ")
+    assert "kv=e4m3, out=bf16" in cli("why", "batch_decode", "q=bf16", "kv=e4m3", "--target", "sm_90a")
+
+
 def test_why_shows_all_where_the_launcher_is_there(cli: Cli, fresh: Any) -> None:
     """A store that a call, or prebuild, has filled is enough."""
     assert cli.json("why", "fi_core.get_seq_lens", "--target", "cpu")["calls"][0]["request"] is None

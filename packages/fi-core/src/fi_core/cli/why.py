@@ -25,6 +25,7 @@ from fi_core.runtime.spec.op import Op, Spec
 from fi_core.runtime.spec.target import Target
 
 _WORDS = {"true": True, "false": False, "none": None}
+_HALVES = ("f16", "bf16")
 _SHORT = {dtype.torch: short for short, dtype in DTYPES.items()}
 _TORCH = {short: dtype.torch for short, dtype in DTYPES.items()}
 # SMs, and bytes of shared memory that a CTA can have, of the largest device of an architecture; 90: H200.
@@ -82,6 +83,9 @@ def _explain_op(
         )
         raise UsageError(f"{op.name} takes {fields or 'no facts'}; unknown: {', '.join(unknown)}")
     values = {name: _field_value(text, op.fields[name].values) for name, text in given.items()}
+    half = next((value for value in values.values() if value in _HALVES), None)
+    if half:  # one 16-bit dtype that is given is that of the others
+        values = {name: half for name, field in op.fields.items() if field.default in _HALVES} | values
     request = Request.of(op, target, values, backend or AUTO)
     try:
         step = Step(choose(request), None)
@@ -169,6 +173,8 @@ def _explain_call(
     parameters = inspect.signature(sample).parameters
     named = {n: p for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
     unknown = [fact for fact in sizes if fact not in parameters] if len(named) == len(parameters) else []
+    if "backend" in unknown:
+        raise UsageError(f"--backend: {name} has no argument backend; its kernel is chosen by the request alone")
     if unknown:
         known = ", ".join(f"{p.name}={p.default}" for p in named.values())
         raise UsageError(f"{name} takes {known}; unknown: {', '.join(unknown)}")

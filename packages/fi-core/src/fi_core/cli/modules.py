@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fi_core import aot
 from fi_core.ahead import Options, files_of, iterate_specs, model_of
 from fi_core.cli.report import Report, UsageError, paint, section, table
-from fi_core.jit.base import default_targets
+from fi_core.jit.base import OLDEST, default_targets
 from fi_core.jit.env import GENERATED
 from fi_core.jit.ops import OpModule, specs_of, view
 from fi_core.registry import ops
@@ -145,6 +145,8 @@ def _origins(state: State) -> str:
 
 def prebuild(args: argparse.Namespace) -> Report:
     targets = args.targets or default_targets()
+    if older := [str(target) for target in targets if target.kind == "cuda" and target.capability < OLDEST]:
+        raise UsageError(f"--target: no kernel supports {', '.join(older)}; sm_{OLDEST} is the oldest")
     wanted = args.ops or list(ops().values())
     options = {name: getattr(args, name) for name in Options._fields}
     if args.model:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import fi_core
 from fi_core.observe import log, trace
 from fi_core.observe.log import Settings, fi_api
 from fi_core.observe.trace import (
@@ -133,6 +134,14 @@ def test_fi_trace_of_functions_and_methods(op: Any) -> None:
 
 def define(template: TraceTemplate, **arguments: Any) -> dict[str, Any]:
     return template.definition("m.f", arguments)
+
+
+def test_fi_trace_takes_arguments_by_name() -> None:
+    x = torch.ones(2, 4)
+    with pytest.raises(TypeError, match=r"rmsnorm\.fi_trace: arguments are taken by name; got a Tensor alone"):
+        fi_core.rmsnorm.fi_trace(x)  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=r"rmsnorm\.fi_trace: the argument 'input' is required"):
+        fi_core.rmsnorm.fi_trace(weight=x[0])  # type: ignore[attr-defined]
 
 
 def test_names_follow_the_axes() -> None:

@@ -110,8 +110,14 @@ def attach_trace(func: F, trace: Trace, planned: Planned | None = None) -> None:
         _TRACE_REGISTRY.append((func, template, template.name_prefix or template.op_type))
 
     def traced(save_dir: str | Path | None = None, name: str | None = None, **arguments: Any) -> dict[str, Any]:
+        if not isinstance(save_dir, (str, Path, type(None))):
+            came = type(save_dir).__name__
+            raise TypeError(f"{func.__name__}.fi_trace: arguments are taken by name; got a {came} alone")
         given = call_arguments(arguments, planned, arguments.pop("self", None))
-        definition = _definition(func, trace, given, save_dir, name)
+        try:
+            definition = _definition(func, trace, given, save_dir, name)
+        except KeyError as missing:
+            raise TypeError(f"{func.__name__}.fi_trace: the argument {missing} is required") from None
         if definition is None:
             raise ValueError(f"{_api_name(func)}: no trace template covers these arguments")
         if save_dir is not None:

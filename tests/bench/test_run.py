@@ -147,6 +147,7 @@ def test_malformed_lines_are_reported_and_the_rest_runs(tmp_path: Path, capsys: 
         ([*RMS, "--backends", "tarch"], 2, "unknown backend 'tarch'; did you mean 'torch'?"),
         (["--routine", "nope"], 2, "unknown routine"),
         (["rn"], 2, "unknown verb 'rn'; did you mean 'run'?"),
+        (["bogus"], 2, "unknown verb 'bogus'; verbs are run, list, "),
         ([*RMS, "--backends", "torch", "--output_path", "/no/such/dir/x.csv"], 2, "cannot be written"),
         ([*RMS, "--backends", "torch", "--device", "cuda"], 1, "no CUDA device"),
         ([*RMS, "--backends", "mma_sm80"], 1, "no implementation 'mma_sm80'"),

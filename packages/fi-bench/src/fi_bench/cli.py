@@ -170,7 +170,8 @@ def _dispatch(words: Sequence[str]) -> int:
         return _run(words)
     if words[0] not in VERBS:
         known = [verb for verb in VERBS if not verb.startswith("_")]
-        raise UsageError(f"unknown verb {words[0]!r}{did_you_mean(words[0], known) or f'; verbs are {known}'}")
+        hint = did_you_mean(words[0], known) or f"; verbs are {', '.join(known)}"
+        raise UsageError(f"unknown verb {words[0]!r}{hint}")
     return VERBS[words[0]](words[1:])
 
 

@@ -186,6 +186,17 @@ def test_other_programs_get_words_that_exist(line: str) -> None:
             assert words[0] in ENGINES, "say how it is checked"
 
 
+def test_an_install_of_the_top_folder_says_what_to_install() -> None:
+    """`pip install -e .` there, of FlashInfer's guides: setuptools would install an empty package."""
+    settings = (ROOT / "pyproject.toml").read_text()
+    backend = re.search(r'build-backend = "(\w+)"\nbackend-path = \["(\w+)"\]', settings)
+    assert backend
+    code = f"import {backend[1]}; {backend[1]}.build_editable('.')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / backend[2], capture_output=True, text=True)
+    command = done.stderr.splitlines()[-1].strip()
+    assert done.returncode == 1 and f"```\n{command}\n```" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
 def test_there_are_commands() -> None:
     assert len(OWN) > 25 and len(LINES) > 80
     assert {"demo", "tests", "wheels"} <= set(sessions())

@@ -345,6 +345,8 @@ def test_refusals(device: str) -> None:
     ids, weights = chosen(TOKENS, E, K, device)
     with pytest.raises(ValueError, match="gemm1_weights must be of 8 experts"):
         moe.trtllm_bf16_moe(logits, None, x, w1, w2, *sizes(0, 8), None, **options)
+    with pytest.raises(ValueError, match=r"local_expert_offset must be in 0\.\.0 with 16 of 16 experts here; got 8"):
+        moe.trtllm_bf16_moe(logits, None, x, w1, w2, *sizes(8), None, **options)
     with pytest.raises(ValueError, match="routing_logits must have shape"):
         moe.trtllm_bf16_moe(logits[:, :3], None, x, w1, w2, *sizes(), None, **options)
     with pytest.raises(ValueError, match=r"gemm1_weights must have shape .* BlockMajorK"):

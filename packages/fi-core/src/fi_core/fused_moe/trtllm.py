@@ -112,6 +112,10 @@ def _check(layer: Layer, kind: int, routed: Routed, call: LayerCall) -> None:
             )
     if not 1 <= call.local_num_experts <= call.num_experts:
         raise ValueError(f"local_num_experts must be in 1..{call.num_experts}; got {call.local_num_experts}")
+    last = call.num_experts - call.local_num_experts
+    if not 0 <= call.local_expert_offset <= last:
+        of = f"{call.local_num_experts} of {call.num_experts} experts here"
+        raise ValueError(f"local_expert_offset must be in 0..{last} with {of}; got {call.local_expert_offset}")
     for name, x in (("topk_ids", ids), ("topk_ids[1]", weights)):
         if x.ndim != 2 or x.shape[0] != tokens or x.shape != ids.shape or not x.shape[1]:
             raise ValueError(f"{name} must have shape [{tokens}, top_k], top_k at least 1; got {list(x.shape)}")

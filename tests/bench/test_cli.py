@@ -31,6 +31,14 @@ sys.exit(code)
 """
 
 
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(RMS) == 1
+    said = capsys.readouterr()
+    text = said.out + said.err
+    assert "[ERROR] fi-bench: import of torch halted" in text and "`fi-core doctor` says what to install" in text
+
+
 def cpu_seconds(code: str, bytecode: Path) -> float:
     """Least CPU time of three processes; the first one compiles into `bytecode`, as an installation does."""
     environment = {k: v for k, v in ENVIRONMENT.items() if k != "PYTHONDONTWRITEBYTECODE"}

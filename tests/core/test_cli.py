@@ -111,6 +111,8 @@ def test_a_failure_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert cli("replay", "--dir", tmp_path / "none", code=1) == ""
     assert cli.err.startswith("fi-core: root_dir: a dump (metadata.jsonl) or a session of dumps is required")
     assert "a session of dumps is required" in cli.json("replay", "--dir", tmp_path / "none", code=1)["error"]
+    monkeypatch.setitem(sys.modules, "fi_core.cli.cache", None)
+    assert cli("cache", "ls", code=1) == "" and cli.err.startswith("fi-core: import of fi_core.cli.cache halted")
     monkeypatch.setenv("FI_JIT", "sometimes")
     assert cli("prebuild", "--ops", SMALL, code=1) == ""
     assert cli.err == "fi-core: FI_JIT: allowed are on | warn | off; got 'sometimes'\n"

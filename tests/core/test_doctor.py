@@ -128,16 +128,24 @@ def test_doctor_on_tvm_ffi(version: str, fits: bool, cli: Cli, monkeypatch: pyte
     assert (level, fix) == (("ok", "") if fits else ("FAIL", "pip install 'apache-tvm-ffi>=0.1.9,<0.2'"))
 
 
-def test_doctor_finds_missing_sources(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The missing package is named; checks that need it are skipped."""
-    find = doctor.importlib.util.find_spec
-    monkeypatch.setattr(
-        doctor.importlib.util, "find_spec", lambda n, *rest: None if n == "fi_kernels" else find(n, *rest)
-    )
+@pytest.mark.parametrize(
+    ("package", "fix"),
+    [
+        ("fi-kernels", f"pip install fi-kernels=={fi_core.__version__}"),
+        ("apache-tvm-ffi", "pip install 'apache-tvm-ffi>=0.1.9,<0.2'"),
+        ("jinja2", "pip install jinja2"),
+    ],
+)
+def test_doctor_finds_a_missing_package(package: str, fix: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is named; checks that need it are skipped."""
+    module = {"fi-kernels": "fi_kernels", "apache-tvm-ffi": "tvm_ffi"}.get(package, package)
+    find, version = doctor.importlib.util.find_spec, machine.version
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda n, *rest: None if n == module else find(n, *rest))
+    monkeypatch.setattr(machine, "version", lambda n: None if n == package else version(n))
+    toolchain.tvm_ffi_root.cache_clear()
     found = levels(cli, code=1)
-    level, _, fix = found["fi-kernels"]
-    assert (level, fix) == ("FAIL", f"pip install fi-kernels=={fi_core.__version__}")
-    assert "host modules" not in found
+    assert (found[package][0], found[package][2]) == ("FAIL", fix)
+    assert ("host modules" in found) == (package == "jinja2")
 
 
 def test_doctor_requires_the_declared_versions() -> None:

@@ -187,6 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OutputError as error:
         complain(str(error))
         return FAILED
+    except ModuleNotFoundError as error:
+        complain(f"{error}; `fi-core doctor` says what to install")
+        return FAILED
     except MismatchError as error:
         complain(str(error))
         return MISMATCH

@@ -32,13 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _answer(args: argparse.Namespace) -> int:
     module, _, function = args.run.partition(":")
-    run = getattr(importlib.import_module(f"fi_core.cli.{module}"), function)
     try:
-        report: Report = run(args)
+        report: Report = getattr(importlib.import_module(f"fi_core.cli.{module}"), function)(args)
     except UsageError as error:
         parser: argparse.ArgumentParser = args.parser
         parser.error(str(error))
-    except (OSError, RuntimeError, ValueError) as error:  # FiError, and errors of the system
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # FiError, and errors of the system
         report = Report({"error": str(error)}, [], ok=False)
         print(f"fi-core: {error}", file=sys.stderr)
     if args.json:

@@ -84,6 +84,8 @@ def _packages() -> Iterator[Finding]:
     torch = machine.torch_build()
     yield _version("torch", torch.version if torch else None, *TORCH)
     yield _version("apache-tvm-ffi", machine.version("apache-tvm-ffi"), *TVM_FFI)
+    if importlib.util.find_spec("jinja2") is None:
+        yield Finding("FAIL", "jinja2", "missing; units are rendered with it before they compile", "pip install jinja2")
 
 
 def _version(name: str, found: str | None, least: str, below: str | None) -> Finding:
@@ -206,5 +208,5 @@ CHECKS: dict[Callable[[], Iterator[Finding]], tuple[str, ...]] = {
     _gpus: ("setting",),
     _store: ("setting",),
     _providers: ("setting",),
-    _kernels: ("setting", "fi-kernels"),
+    _kernels: ("setting", "fi-kernels", "apache-tvm-ffi"),
 }

@@ -174,6 +174,7 @@ EXPLAINING = {
     ("docs/guides/rope-and-norms.md", "function"),
     ("docs/guides/sampling.md", "filter"),
     ("docs/guides/troubleshooting.md", "message"),  # messages: test_snippets
+    ("docs/guides/troubleshooting.md", "question"),
     ("docs/guides/vllm.md", "model"),
     ("docs/index.md", ""),
 }

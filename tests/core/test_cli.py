@@ -368,6 +368,8 @@ def test_list_modules(cli: Cli) -> None:
     assert (other["compiled"], other["target"]) == (False, "sm_100a")
     text = cli("list-modules", "rmsnorm_cp", code=1)
     assert text.startswith("Module 'rmsnorm_cp' not found.\nClose names: rmsnorm_cpu")
+    of_op = cli("list-modules", SMALL, "--target", "cpu", "--target", "9.0a", code=1).splitlines()
+    assert of_op == [f"Module '{SMALL}' not found.", f"Modules of that op: {SMALL}_cpu, {SMALL}_cuda_sm_90a"]
 
 
 def test_export_compile_commands(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,8 +88,9 @@ def _one(name: str, targets: Sequence[Target] | None) -> Report:
     places = targets or dict.fromkeys((*default_targets(), *aot.targets()))
     specs = {spec.name: spec for spec in specs_of(ops().values(), places)}
     if name not in specs:
-        close = difflib.get_close_matches(name, specs, 3, 0.4)
-        hint = [f"Close names: {', '.join(close)}"] if close else []
+        of_op = [module for module, spec in specs.items() if spec.op.name == name]
+        close = of_op or difflib.get_close_matches(name, specs, 3, 0.4)
+        hint = [f"{'Modules of that op' if of_op else 'Close names'}: {', '.join(close)}"] if close else []
         return Report(
             {"error": f"Module '{name}' not found.", "close": close}, [f"Module '{name}' not found.", *hint], ok=False
         )

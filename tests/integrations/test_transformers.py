@@ -111,6 +111,20 @@ def test_replaced_parts_with_partial_rotary(family: str, device: str) -> None:
     assert_close(logits(model, "eager", ids, mask), want, device, mask)
 
 
+def test_replaced_norms_with_a_gate_or_a_residual_in_float32(device: str) -> None:
+    """Norms of Mamba-2 in 16 bits, which fi's kernel does not compute, stay right."""
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 2, "num_heads": 4, "state_size": 16}
+    config = transformers.Mamba2Config(**sizes, n_groups=1, expand=2, residual_in_fp32=True, pad_token_id=0)
+    model = transformers.Mamba2ForCausalLM(config).eval().to(device, torch.bfloat16)
+    ids = prompts(device)[0]
+    with torch.inference_mode():
+        want = model(ids).logits
+        assert fi.replace(model)["norms"] >= 3
+        got = model(ids).logits
+    assert (got - want).norm() <= 0.02 * want.norm()
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_masks_of_other_kinds(name: str, device: str) -> None:
     """Padding on the right and in the middle, packed sequences, a static cache, bits."""

@@ -78,9 +78,13 @@ def _norm(module: Any) -> Callable[..., Any] | None:
     eps = next((getattr(module, n) for n in ("variance_epsilon", "eps") if hasattr(module, n)), None)
     if weight is None or eps is None or weight.ndim != 1:
         return None
+    own = module.forward
 
     def forward_of(kernel: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-        def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        def forward(hidden_states: torch.Tensor, *more: Any) -> Any:
+            # The gate of a gated norm, or a residual in float32 of a model in 16 bits.
+            if more or hidden_states.dtype != module.weight.dtype:
+                return own(hidden_states, *more)
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])
             out: torch.Tensor = kernel(rows, module.weight, eps)
             return out.view(hidden_states.shape)
@@ -89,7 +93,7 @@ def _norm(module: Any) -> Callable[..., Any] | None:
 
     made = map(forward_of, (fi_core.rmsnorm, fi_core.gemma_rmsnorm))
     x = _random(weight, 3, len(weight))
-    return next((forward for forward in made if _same(forward, module.forward, x)), None)
+    return next((forward for forward in made if _same(forward, own, x)), None)
 
 
 def _mlp(module: Any) -> Callable[..., Any] | None:

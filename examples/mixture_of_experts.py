@@ -87,7 +87,7 @@ class Qwen3Moe:
             fi_core.fused_add_rmsnorm(x, residual, layer.mlp_norm, self.eps)
             x = self.experts(x, layer)
             fi_core.fused_add_rmsnorm(x, residual, layer.next_norm, self.eps)
-        return linear(x[batch.last_rows], self.lm_head)
+        return linear(x[batch.outputs], self.lm_head)
 
     def experts(self, x: torch.Tensor, layer: Layer) -> torch.Tensor:
         weights, ids = linear(x, layer.router).softmax(-1, torch.float32).topk(self.top_k)

@@ -42,6 +42,7 @@ class Batch(NamedTuple):
     positions: torch.Tensor  # [rows], position in its request
     owners: torch.Tensor  # [rows], index of its request; -1: the row is padding
     last_rows: torch.Tensor  # [requests], the last row of each request
+    outputs: torch.Tensor  # the rows whose logits are needed: those before a token that is not known
     indices: torch.Tensor  # page ids of all requests
     indptr: torch.Tensor  # [requests + 1], first page of each request in indices
     last_page_len: torch.Tensor  # [requests], tokens in its last page
@@ -100,7 +101,7 @@ class Llama:
         self.multiply = linear
 
     def __call__(self, batch: Batch, caches: list[torch.Tensor], attend: Attention) -> torch.Tensor:
-        """Logits `[requests, vocab]` after the last row of each request; appends all rows to the caches."""
+        """Logits `[outputs, vocab]` after the rows `batch.outputs`; appends all rows to the caches."""
         residual = embedding(batch.tokens, self.embedding)
         x = fi_core.rmsnorm(residual, self.first_norm, self.eps)
         for layer, cache in zip(self.layers, caches):
@@ -114,7 +115,7 @@ class Llama:
             self.add_norm(x, residual, layer.mlp_norm)
             x = self.multiply(fi_core.silu_and_mul(self.multiply(x, layer.gate_up)), layer.down)
             self.add_norm(x, residual, layer.next_norm)
-        return self.multiply(x[batch.last_rows], self.lm_head)
+        return self.multiply(x[batch.outputs], self.lm_head)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
         """Adds x, of all ranks, to the residual; x becomes the norm of the sum."""
@@ -146,6 +147,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)  # the prompt, then the generated tokens
     cached: int = 0  # number of tokens whose keys and values are in the cache
     pages: list[int] = field(default_factory=list)  # the pages of those tokens
+    drafts: list[int] = field(default_factory=list)  # guesses of the next tokens; the next step verifies them
     logits: list[torch.Tensor] | None = None  # if a list: receives the logits of every generated token
 
     def __post_init__(self) -> None:
@@ -154,6 +156,34 @@ class Request:
     @property
     def generated(self) -> list[int]:
         return self.tokens[len(self.prompt) :]
+
+    @property
+    def missing(self) -> int:
+        """Tokens, with the drafts, that are not in the cache."""
+        return len(self.tokens) + len(self.drafts) - self.cached
+
+
+class Pool:
+    """Ids, of pages for example, with a count of the users of each."""
+
+    def __init__(self, count: int) -> None:
+        self.free, self.users = list(range(count)), [0] * count
+
+    def take(self, count: int) -> list[int]:
+        """Free ids, each with one user."""
+        ids = [self.free.pop() for _ in range(count)]
+        self.hold(ids)
+        return ids
+
+    def hold(self, ids: list[int]) -> None:
+        for i in ids:
+            self.users[i] += 1
+
+    def drop(self, ids: list[int]) -> None:
+        for i in ids:
+            self.users[i] -= 1
+            if not self.users[i]:
+                self.free.append(i)
 
 
 class Chunk(NamedTuple):
@@ -166,22 +196,25 @@ class Chunk(NamedTuple):
 class Scheduler:
     """Admits requests, assigns pages, and fills each step with at most `token_budget` tokens.
 
-    Generating requests go first, one token each, so no stream waits for another request's prompt. The rest of the
-    budget goes to prompts in the order of arrival; the last prompt is cut where the budget ends.
+    Generating requests go first, one token and `drafts` guesses each, so no stream waits for another request's prompt.
+    The rest of the budget goes to prompts in the order of arrival; the last prompt is cut where the budget ends.
     """
 
-    def __init__(self, num_pages: int, page_size: int, token_budget: int, max_running: int) -> None:
-        if token_budget < max_running:
-            raise ValueError(f"token_budget: at least max_running, {max_running}, is required; got {token_budget}")
-        self.num_pages, self.page_size = num_pages, page_size
+    def __init__(self, num_pages: int, page_size: int, token_budget: int, max_running: int, drafts: int = 0) -> None:
+        if token_budget < max_running * (1 + drafts):
+            each = f" times {1 + drafts}" if drafts else ""
+            raise ValueError(
+                f"token_budget: at least max_running, {max_running}{each}, is required; got {token_budget}"
+            )
+        self.num_pages, self.page_size, self.drafts = num_pages, page_size, drafts
         self.token_budget, self.max_running = token_budget, max_running
-        self.free = list(range(num_pages))
+        self.pages = Pool(num_pages)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
 
     def add(self, request: Request) -> None:
-        needs = self.pages_of(len(request.prompt) + request.max_new_tokens)
+        needs = self.pages_of(len(request.prompt) + request.max_new_tokens + self.drafts)
         if not request.prompt or needs > self.num_pages:
             raise ValueError(f"request: from 1 token to {self.num_pages} pages are required; got {needs} pages")
         self.waiting.append(request)
@@ -192,10 +225,10 @@ class Scheduler:
     def schedule(self, step: int) -> list[Chunk]:
         chunks: list[Chunk] = []
         left = self.token_budget
-        queue = deque(sorted(self.running, key=lambda r: len(r.tokens) - r.cached > 1))
+        queue = deque(sorted(self.running, key=lambda r: r.missing > 1 + len(r.drafts)))
         while queue and left:
             request = queue.popleft()
-            length = min(left, len(request.tokens) - request.cached)
+            length = self.length(request, left)
             while not self._grow(request, length):  # pages ran out: preempt the last of the queue
                 last = queue.pop() if queue else request
                 self._preempt(last)
@@ -206,36 +239,50 @@ class Scheduler:
                 left -= length
         while left and self._may_admit(step):
             request = self.waiting.popleft()
-            self.running.append(request)
-            length = min(left, len(request.tokens))
+            self.admit(request)
+            length = self.length(request, left)
             self._grow(request, length)
             chunks.append(Chunk(request, length))
             left -= length
         return chunks
 
+    def length(self, request: Request, left: int) -> int:
+        """Of the next chunk of a request, where so many tokens are left of the budget."""
+        return min(left, request.missing)
+
+    def admit(self, request: Request) -> None:
+        self.running.append(request)
+
+    def computed(self, request: Request, tokens: int) -> None:
+        """Notes that so many more tokens of a request are in the cache; drafts that were wrong are not."""
+        request.cached += tokens
+
     def finish(self, request: Request) -> None:
         self.running.remove(request)
-        self.free += request.pages
+        self.pages.drop(request.pages)
         request.pages = []
+
+    def has_pages(self, count: int) -> bool:
+        return count <= len(self.pages.free)
 
     def _may_admit(self, step: int) -> bool:
         """Whether the first waiting request fits with all its tokens and one more, so it is not preempted at once."""
         if not self.waiting or self.waiting[0].arrival > step or len(self.running) == self.max_running:
             return False
-        return len(self.free) >= self.pages_of(len(self.waiting[0].tokens) + 1)
+        return self.has_pages(self.pages_of(len(self.waiting[0].tokens) + 1 + self.drafts))
 
     def _grow(self, request: Request, length: int) -> bool:
         """Assigns pages for `length` more tokens; False if too few are free."""
-        missing = self.pages_of(request.cached + length) - len(request.pages)
-        if missing > len(self.free):
+        missing = max(0, self.pages_of(request.cached + length) - len(request.pages))
+        if not self.has_pages(missing):
             return False
-        request.pages += [self.free.pop() for _ in range(missing)]
+        request.pages += self.pages.take(missing)
         return True
 
     def _preempt(self, request: Request) -> None:
         """Frees its pages. It restarts later, with its generated tokens as part of the prompt."""
         self.finish(request)
-        request.cached = 0
+        request.cached, request.drafts = 0, []
         self.waiting.appendleft(request)
         self.preemptions += 1
 
@@ -259,16 +306,27 @@ class Engine:
     batch_invariant: the logits of a request have the same bits whatever else is served, in 16 bits. All tokens go
     through prefill then, since decode adds in another order: a prompt may end in a chunk of one token, and generated
     tokens are computed again after a preemption.
+
+    draft: guesses the next `scheduler.drafts` tokens of a request. A step computes the logits after each of them; a
+    guess holds if it is the token that would be sampled there, so the text is the one without guesses.
     """
 
     def __init__(
-        self, model: Llama, scheduler: Scheduler, cuda_graph: bool = False, batch_invariant: bool = False
+        self,
+        model: Any,
+        scheduler: Scheduler,
+        cuda_graph: bool = False,
+        batch_invariant: bool = False,
+        draft: Callable[[Request], list[int]] | None = None,
     ) -> None:
         self.model, self.scheduler, self.batch_invariant = model, scheduler, batch_invariant
-        if batch_invariant:
-            if cuda_graph:
-                raise ValueError("cuda_graph: False is required with batch_invariant; got True")
-            model.multiply = product
+        if cuda_graph and (batch_invariant or draft):
+            name = "batch_invariant" if batch_invariant else "draft"
+            raise ValueError(f"cuda_graph: False is required with {name}; got True")
+        if bool(draft) != bool(scheduler.drafts):
+            raise ValueError(f"draft: a function is required if scheduler.drafts is not 0, only; got {draft!r}")
+        model.multiply = product if batch_invariant else linear
+        self.draft = draft
         shape = scheduler.num_pages, 2, scheduler.page_size, model.kv_heads, model.head_dim
         # NaN shows any read of an unwritten slot.
         self.caches = [torch.full(shape, torch.nan, dtype=model.dtype, device=model.device) for _ in model.layers]
@@ -291,47 +349,65 @@ class Engine:
 
     def step(self, number: int) -> None:
         start = time.perf_counter()
+        if self.draft:
+            for request in self.scheduler.running:
+                request.drafts = self.draft(request) if request.cached == len(request.tokens) - 1 else []
         chunks = self.scheduler.schedule(number)
         if not chunks:
             return
-        chunks.sort(key=lambda chunk: chunk.length > 1)  # single tokens go to decode, the others to prefill
-        batch, alone = self.batch(chunks), sum(chunk.length == 1 and not self.batch_invariant for chunk in chunks)
+        # Requests that generate come first. Single tokens go to decode, the others to prefill.
+        chunks.sort(key=lambda chunk: (not chunk.request.drafts, chunk.length > 1, not chunk.request.cached))
+        is_whole = self.batch_invariant or self.draft
+        batch, alone = self.batch(chunks), 0 if is_whole else sum(chunk.length == 1 for chunk in chunks)
         if self.graph and alone == len(chunks):
             logits = self.graph.run(batch)
         else:
             logits = self.model(batch, self.caches, self.plan(batch, chunks, alone))
-        rows = [i for i, c in enumerate(chunks) if c.request.cached + c.length == len(c.request.tokens)]
-        tokens = self.sample(logits, rows, [chunks[i].request for i in rows])
         prompt_tokens = sum(min(c.length, max(0, len(c.request.prompt) - c.request.cached)) for c in chunks)
+        generated = self.advance(chunks, logits)
+        self.times.append(StepTime(prompt_tokens, generated, time.perf_counter() - start))
+
+    def advance(self, chunks: list[Chunk], logits: torch.Tensor) -> int:
+        """Appends the sampled tokens, up to the first draft that does not hold; returns their number."""
+        whole = [chunk.request for chunk in chunks if chunk.length == chunk.request.missing]
+        sampled, generated = iter(zip(self.sample(logits, whole), logits)), 0
         for request, length in chunks:
-            request.cached += length
-        for i, token in zip(rows, tokens):
-            request = chunks[i].request
-            request.tokens.append(token)
+            if length < request.missing:
+                self.scheduler.computed(request, length)
+                continue
+            drafts, request.drafts = request.drafts, []
+            rows = [next(sampled) for _ in range(1 + len(drafts))]
+            right = next((i for i, draft in enumerate(drafts) if draft != rows[i][0]), len(drafts))
+            rows = rows[: min(1 + right, request.max_new_tokens - len(request.generated))]
+            self.scheduler.computed(request, length - len(drafts) + len(rows) - 1)
+            request.tokens += [token for token, _ in rows]
+            generated += len(rows)
             if request.logits is not None:
-                request.logits.append(logits[i].clone())
+                request.logits += [row.clone() for _, row in rows]
             if len(request.generated) == request.max_new_tokens:
                 self.scheduler.finish(request)
-        self.times.append(StepTime(prompt_tokens, len(tokens), time.perf_counter() - start))
+        return generated
 
     def batch(self, chunks: list[Chunk]) -> Batch:
         """The tensors of a step, copied to the device in one transfer."""
         requests = [chunk.request for chunk in chunks]
         lengths = [chunk.request.cached + chunk.length for chunk in chunks]
         rows = list(accumulate((chunk.length for chunk in chunks), initial=0))
-        page_size = self.scheduler.page_size
+        whole = [(r, end) for (r, length), end in zip(chunks, rows[1:]) if length == r.missing]
+        pages = [r.pages[: self.scheduler.pages_of(length)] for r, length in zip(requests, lengths)]
         lists = (
-            [token for r, length in zip(requests, lengths) for token in r.tokens[r.cached : length]],
+            [token for r, length in zip(requests, lengths) for token in (r.tokens + r.drafts)[r.cached : length]],
             rows,
             lengths,
-            [page for r in requests for page in r.pages],
-            list(accumulate((len(r.pages) for r in requests), initial=0)),
-            [(length - 1) % page_size + 1 for length in lengths],
+            list(chain(*pages)),
+            list(accumulate(map(len, pages), initial=0)),
+            [(length - 1) % self.scheduler.page_size + 1 for length in lengths],
+            [row for r, end in whole for row in range(end - 1 - len(r.drafts), end)],
         )
         packed = torch.tensor(list(chain(*lists)), dtype=torch.int32).to(self.model.device)
-        tokens, row_indptr, kv_lens, indices, indptr, last_page_len = packed.split([len(values) for values in lists])
+        tokens, row_indptr, kv_lens, indices, *tables, outputs = packed.split([len(values) for values in lists])
         owners, positions = fi_core.get_batch_indices_positions(row_indptr, kv_lens, len(tokens))
-        return Batch(tokens, positions, owners, row_indptr[1:] - 1, indices, indptr, last_page_len)
+        return Batch(tokens, positions, owners, row_indptr[1:] - 1, outputs, indices, *tables)
 
     def plan(self, batch: Batch, chunks: list[Chunk], alone: int) -> Attention:
         """Plans attention of this step: the first `alone` requests have one row, the others a chunk of a prompt."""
@@ -355,15 +431,14 @@ class Engine:
 
         return attend
 
-    def sample(self, logits: torch.Tensor, rows: list[int], requests: list[Request]) -> list[int]:
-        """Samples the next token of each request from its row of logits. Waits for the device."""
-        if not rows:
+    def sample(self, logits: torch.Tensor, requests: list[Request]) -> list[int]:
+        """Samples the next token of each request, and after each of its drafts. Waits for the device."""
+        if not requests:
             return []
-        if len(rows) < len(logits):
-            logits = logits[rows]
         # Seed and offset are the request's own, so its text does not depend on the other requests.
-        seeds, offsets = torch.tensor([[r.seed for r in requests], [len(r.tokens) for r in requests]]).to(logits.device)
-        ways = torch.tensor([[r.temperature for r in requests], [r.top_p for r in requests]]).to(logits.device)
+        rows = [(r, len(r.tokens) + i) for r in requests for i in range(1 + len(r.drafts))]
+        seeds, offsets = torch.tensor([[r.seed for r, _ in rows], [at for _, at in rows]]).to(logits.device)
+        ways = torch.tensor([[r.temperature for r, _ in rows], [r.top_p for r, _ in rows]]).to(logits.device)
         tokens, _ = fi_core.sample_from_logits(logits, temperature=ways[0], top_p=ways[1], seed=seeds, offset=offsets)
         return tokens.tolist()
 
@@ -380,7 +455,7 @@ class DecodeGraph:
         last_rows = torch.arange(requests, dtype=torch.int32, device=m.device)
         pages = engine.scheduler.num_pages
         tables = zeros(pages), zeros(requests + 1), zeros(requests)
-        self.batch = Batch(zeros(requests), zeros(requests), zeros(requests) - 1, last_rows, *tables)
+        self.batch = Batch(zeros(requests), zeros(requests), zeros(requests) - 1, last_rows, last_rows, *tables)
         self.decode = fi_core.BatchDecodeWithPagedKVCacheWrapper(
             engine.workspace,
             use_cuda_graph=True,
@@ -404,7 +479,7 @@ class DecodeGraph:
         self.decode.plan(batch.indptr, batch.indices, batch.last_page_len, *shape, q_data_type=m.dtype)
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """Logits of a batch of single rows. Padding requests have no pages, and their rows have owner -1."""
+        """Logits of the outputs of single rows. Padding requests have no pages, and their rows have owner -1."""
         count = len(batch.tokens)
         self.batch.owners.fill_(-1)
         for name in ("tokens", "positions", "owners"):
@@ -416,4 +491,4 @@ class DecodeGraph:
             batch = batch._replace(indptr=indptr, last_page_len=last_page_len)
         self.plan(batch)
         self.graph.replay()
-        return self.logits[:count]
+        return self.logits[:count] if len(batch.outputs) == count else self.logits[batch.outputs]

@@ -86,6 +86,18 @@ def test_mixture_of_experts(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_transformers_serving(device: str) -> None:
+    """A Nemotron-H and a Qwen3-Next: prefixes and drafts save half of the steps, and change no bit of the logits."""
+    pytest.importorskip("transformers", reason="needs transformers, which `nox -s tests` installs")
+    rows = [json.loads(line) for line in run("transformers_serving.py", "--device", device, "--json").splitlines()]
+    assert [row["model"] for row in rows] == ["NemotronH", "Qwen3Next"]
+    for row in rows:
+        assert row["same bits"] and row["reused tokens"] == 128
+        assert row["steps with prefixes and drafts"] <= row["steps"] / 2
+        assert row["tokens"] == 72 and row["worst gap"] <= 0.25
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_generate(device: str) -> None:
     """Requests come and go, prompts in chunks, pages run out: every token is that of transformers' eager generate().
 

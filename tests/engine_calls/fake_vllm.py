@@ -284,6 +284,7 @@ def install(version: str, patch: pytest.MonkeyPatch) -> ModuleType:
     for name in (
         "",
         ".attention",
+        ".backend",
         ".gdn",
         ".layers",
         ".mla",

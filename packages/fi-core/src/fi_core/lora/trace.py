@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from fi_core.observe.draw import Draw, nbytes
@@ -177,9 +178,9 @@ _AXES: dict[str, Var | Const] = {
 _IN, _OUT = {"in_features": Const(abbrev="k")}, {"out_features": Const(abbrev="n")}
 _SAMPLES = samples({"dtype": ("bfloat16", "float16"), "num_tokens, rank": ((1, 8), (21, 16), (70, 64))})
 _TOLERANCE = {"bfloat16": (2e-2, 2e-2), "float16": (4e-3, 4e-3), "float32": (2e-2, 1e-2)}
+_template = partial(TraceTemplate, "lora", op="lora_delta", samples=_SAMPLES, work=_work, tolerance=_TOLERANCE)
 
-SHRINK = TraceTemplate(
-    "lora",
+SHRINK = _template(
     name_prefix="bgmv_shrink",
     axes={**_AXES, **_IN},
     inputs={
@@ -190,16 +191,11 @@ SHRINK = TraceTemplate(
     },
     outputs={"output": Tensor(["num_tokens", "rank"], param="output_tensor", dtype="float32")},
     reference=_shrink_reference,
-    op="lora_delta",
     make=_make_shrink,
-    samples=_SAMPLES,
-    work=_work,
-    tolerance=_TOLERANCE,
     description="The first product of the adapter of each token.",
 )
 
-EXPAND = TraceTemplate(
-    "lora",
+EXPAND = _template(
     name_prefix="bgmv_expand",
     axes={**_AXES, **_OUT},
     inputs={
@@ -209,16 +205,11 @@ EXPAND = TraceTemplate(
     },
     outputs={"output": Tensor(["num_tokens", "out_features"], param="output_tensor", dtype_from="output_tensor")},
     reference=_expand_reference,
-    op="lora_delta",
     make=_make_expand,
-    samples=_SAMPLES,
-    work=_work,
-    tolerance=_TOLERANCE,
     description="The second product of the adapter of each token, added to the output of a layer.",
 )
 
-LINEAR = TraceTemplate(
-    "lora",
+LINEAR = _template(
     name_prefix="add_lora_linear",
     axes={**_AXES, **_IN, **_OUT},
     inputs={
@@ -230,12 +221,8 @@ LINEAR = TraceTemplate(
     },
     outputs={"output": Tensor(["num_tokens", "out_features"], param="y", dtype_from="y")},
     reference=_linear_reference,
-    op="lora_delta",
     make=_make_linear,
-    samples=_SAMPLES,
-    work=_work,
     eager=_linear_eager,
-    tolerance=_TOLERANCE,
     others=words("output_slices buffer"),
     description="Both products of the adapter of each token, added to the output of a layer.",
 )

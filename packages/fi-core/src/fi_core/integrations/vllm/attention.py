@@ -12,12 +12,12 @@ from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
-    MultipleOf,
 )
 from vllm.v1.attention.backends.utils import get_per_layer_parameters
 
 from fi_core.autotuner import autotune
 from fi_core.decode import BlockTablesPlan, trtllm_batch_decode_with_kv_cache
+from fi_core.integrations.vllm.backend import Facts
 from fi_core.integrations.vllm.prepare import FP8, begin_to_compile
 from fi_core.prefill import ContextTablesPlan, trtllm_batch_context_with_kv_cache
 
@@ -28,15 +28,11 @@ _WORKSPACE_BYTES = 16 << 20  # of a builder; 8 MiB are enough for head dims up t
 _HND = (0, 1, 3, 2, 4)  # memory order of [blocks, 2, tokens, heads, head_dim]
 
 
-class Backend(AttentionBackend):  # type: ignore[misc]
+class Backend(Facts, AttentionBackend):  # type: ignore[misc]
     """What fi supports, and the classes that vLLM makes of it."""
 
     forward_includes_kv_cache_update = False
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *FP8]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[Impl]:
@@ -46,17 +42,9 @@ class Backend(AttentionBackend):  # type: ignore[misc]
     def get_builder_cls() -> type[Builder]:
         return Builder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(16)]
-
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return [64, 80, 96, 128, 192, 256]
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return bool(capability.major >= 8)
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -13,9 +13,10 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from fi_core.autotuner import autotune
+from fi_core.integrations.vllm.backend import Facts
 from fi_core.integrations.vllm.prepare import FP8, begin_to_compile
 from fi_core.mla import BatchMLAPagedAttentionWrapper
 
@@ -26,14 +27,10 @@ _WORKSPACE_BYTES = 34 << 20  # with which all SMs of an H200 work
 _LATENT, _ROPE = 512, 64
 
 
-class Backend(MLACommonBackend):  # type: ignore[misc]
+class Backend(Facts, MLACommonBackend):  # type: ignore[misc]
     """What fi supports, and the classes that vLLM makes of it."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[Impl]:
@@ -43,17 +40,9 @@ class Backend(MLACommonBackend):  # type: ignore[misc]
     def get_builder_cls() -> type[Builder]:
         return Builder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(16)]
-
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return [_LATENT + _ROPE]
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return bool(capability.major >= 8)
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:

@@ -101,6 +101,21 @@ def test_drafts(model: Model) -> None:
     assert_tokens(model, request)
 
 
+@pytest.mark.parametrize("family", ["NemotronH", "Qwen3Next"])
+def test_prefixes_and_drafts_where_pages_run_out(model: Model) -> None:
+    """Requests that begin alike are preempted while they verify drafts, and prefixes are dropped for pages."""
+    head, _, tail, other = prompts()
+    texts = [head, head[:64] + tail[:9], (other + tail + tail)[:124]]
+    requests = [Request(text, NEW, arrival=i, logits=[]) for i, text in enumerate(texts)]
+    scheduler = PrefixScheduler(14, PAGE, 70, 3, drafts=2, num_prefixes=2)
+    engine = StateEngine(model, scheduler, draft=lambda request: [request.tokens[-1], 7])
+    engine.serve(requests)
+    assert scheduler.preemptions and scheduler.reused
+    for request in requests:
+        assert_tokens(model, request)
+    assert_nothing_is_lost(scheduler)
+
+
 def states_of(model: Model, slots: Slots) -> list[torch.Tensor]:
     """Of all layers, after the last token: the inputs of the convolution, and the state."""
     found = []

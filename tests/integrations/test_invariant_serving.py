@@ -57,7 +57,36 @@ def test_64_requests_have_the_same_bits_in_any_order(net: Any) -> None:
             assert torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
+def test_drafts_change_no_bit(net: Any) -> None:
+    """Drawn tokens and their logits are those without drafts, of which two of three are right."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(256, (n,), generator=generator).tolist() for n in (40, 3, 17)]
+    runs: list[list[serving.Request]] = []
+    for drafts in (0, 3):
+        requests = [serving.Request(p, 12, 0.8, 0.9, i, logits=[]) for i, p in enumerate(prompts)]
+
+        def draft(request: serving.Request, own: list[serving.Request] = requests) -> list[int]:
+            begin = len(request.generated)
+            tokens = (runs[0][own.index(request)].generated + [0] * 3)[begin : begin + 3]
+            return [*tokens[:2], (tokens[2] + 1) % 256]
+
+        scheduler = serving.Scheduler(16, 16, 32, 3, drafts)
+        engine = serving.Engine(
+            serving.Llama(net, 200), scheduler, batch_invariant=True, draft=draft if drafts else None
+        )
+        engine.serve(requests)
+        runs.append(requests)
+    assert len(engine.times) <= 3 + 12 // 3
+    for one, other in zip(*runs):
+        assert one.generated == other.generated and one.logits and other.logits
+        assert all(torch.equal(a, b) for a, b in zip(one.logits, other.logits, strict=True))
+
+
 def test_a_cuda_graph_is_refused(net: Any) -> None:
     scheduler = serving.Scheduler(20, 16, 64, 4)
     with pytest.raises(ValueError, match="cuda_graph: False is required with batch_invariant"):
         serving.Engine(serving.Llama(net, 200), scheduler, cuda_graph=True, batch_invariant=True)
+    with pytest.raises(
+        ValueError, match=r"draft: a function is required if scheduler\.drafts is not 0, only; got None"
+    ):
+        serving.Engine(serving.Llama(net, 200), serving.Scheduler(20, 16, 64, 4, drafts=1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -301,18 +302,18 @@ def test_products_are_drawn_from_projections_of_models() -> None:
     assert {(576, 5120), (5120, 1024), (5120, 288), (1792, 5120), (25600, 6144), (4096, 1280)} <= shapes
     assert {(6144, 4096), (8192, 28672), (1280, 8192)} <= shapes, "of llama3, whole and on eight ranks"
 
-    def drawn(seed: int) -> list[tuple[str, int, int, int]]:
+    def drawn(seed: int) -> list[argparse.Namespace]:
         args = argparse.Namespace(draw=300, random_seed=seed)
-        points = [p for line in schedule.drawn_lines(lines, args) for p in line.points]
-        return [(p.routine, p.m, p.n, p.k) for p in points]
+        return [p for line in schedule.drawn_lines(lines, args) for p in line.points]
 
-    first = drawn(7)
-    assert len(first) == 300 and first == drawn(7) and first != drawn(8)
-    assert {routine for routine, *_ in first} == {
-        "mm_bf16", "mm_fp8", "gemm_fp8_nt_groupwise", "group_gemm_fp8_nt_groupwise"
-    }  # fmt: skip
-    dense = [m for routine, m, *_ in first if not routine.startswith("group_")]
-    assert 0.1 < sum(512 <= m < 2048 for m in dense) / len(dense) < 0.3
+    first, words = drawn(7), [vars(p) for p in drawn(7)]
+    assert [vars(p) for p in first] == words != [vars(p) for p in drawn(8)]
+    dense = ("bf16", "fp8_weights", "one_scale", "rows", "blocks")
+    groups = {f"{kind}_groups_{sizes}" for kind in ("bf16", "blocks") for sizes in ("equal", "random")}
+    assert Counter(p.case_tag for p in first) == dict.fromkeys((*dense, *groups), 300)
+    assert all(p.random_groups == p.case_tag.endswith("random") and p.rowwise == (p.case_tag == "rows") for p in first)
+    rows = [p.m for p in first if p.case_tag in dense]
+    assert 0.1 < sum(512 <= m < 2048 for m in rows) / len(rows) < 0.3
 
 
 def test_the_decode_grid_keeps_to_its_bytes() -> None:

@@ -61,6 +61,7 @@ FAMILIES = {
                 "mm_bf16",
                 "bmm_bf16",
                 "tinygemm_bf16",
+                "grouped_mm_bf16",
             ),
             ("cudnn",),
         ),

@@ -110,7 +110,7 @@ GENERAL = (
     switch("resume", "skip the rows that --output_path already holds"),
     switch("fail_fast", "stop at the first failure"),
     switch("zip", "advance all swept flags together instead of taking their product"),
-    Flag("draw", "time only N points, drawn at random by --random_seed", int, metavar="N"),
+    Flag("draw", "time only N points of each --case_tag, drawn at random by --random_seed", int, metavar="N"),
     Flag("preset", "cases by name, as `fi-bench list presets` shows them", str, metavar="NAME"),
     Flag(
         "format",
@@ -165,6 +165,8 @@ GEMM = (
     number("k", None, "inner dimension", True),
     number("batch_size", 1, "matrices"),
     number("group_size", 1, "groups"),
+    switch("random_groups", "numbers of rows of groups are drawn at random, with a mean of --m"),
+    switch("rowwise", "mm_fp8: a scale for each row of both operands, instead of one"),
     number("tile_size", 128, "scale tile"),
     choice("scale_major_mode", ("MN", "K"), "MN", "layout of the scales"),
     dtype("input_dtype", "fp8_e4m3"),

@@ -172,18 +172,41 @@ def elementwise() -> Iterator[str]:
 
 
 def gemm_grid() -> Iterator[str]:
-    """Projections of models by numbers of rows from 1 to 8192, sixteen in each octave; groups of up to 512 rows."""
-    rows = sorted({round(2 ** (i / 16)) for i in range(13 * 16 + 1)})
+    """Projections of models by 1 to 8192 rows, eight in each octave; groups of up to 512. The tag names the form."""
+    rows = sorted({round(2 ** (i / 8)) for i in range(13 * 8 + 1)})
     all_rows, rows_of_group = (",".join(str(m) for m in rows if m <= most) for most in (8192, 512))
     for n, k in shapes.projections():
-        product = f"--backends auto --n {n} --k {k}"
-        yield f"--routine mm_bf16 {product} --m {all_rows}"
+
+        def line(tag: str, routine: str, more: str = f"--m {all_rows}", product: str = f"--n {n} --k {k}") -> str:
+            return f"--case_tag {tag} --routine {routine} --backends auto {product} {more}"
+
+        yield line("bf16", "mm_bf16")
+        yield line("fp8_weights", "mm_bf16_fp8")
         if n % 16 == 0 and k % 16 == 0:
-            yield f"--routine mm_fp8 {product} --m {all_rows}"
+            yield line("one_scale", "mm_fp8", f"--m {all_rows} --accumulation fp32")  # of peers too
+            yield line("rows", "mm_fp8", f"--m {all_rows} --rowwise")
+        blocks = n % 128 == 0 and k % 128 == 0
+        if blocks:
+            yield line("blocks", "gemm_fp8_nt_groupwise")
+        if n * k <= 1 << 24:
+            groups = f"--m {rows_of_group} --group_size 4,16,64"
+            for sizes, more in (("equal", groups), ("random", f"{groups} --random_groups")):
+                yield line(f"bf16_groups_{sizes}", "grouped_mm_bf16", more)
+                if blocks:
+                    yield line(f"blocks_groups_{sizes}", "group_gemm_fp8_nt_groupwise", more)
+
+
+def gemm_named() -> Iterator[str]:
+    """Products that a release may not slow down: tiles with few rows, block scales on eight ranks, fp8 weights."""
+    square = "--backends auto --m 129,257,385,513,769 --n 4096,8192 --k 4096,8192"
+    yield f"--case_tag few_rows_more --routine mm_bf16 {square}"
+    yield f"--case_tag few_rows_more --routine mm_fp8 {square}"
+    tokens = "--backends auto --m 1,2,4,8,16,32,64"
+    for n, k in shapes.EIGHT_RANKS:
         if n % 128 == 0 and k % 128 == 0:
-            yield f"--routine gemm_fp8_nt_groupwise {product} --m {all_rows}"
-            if n * k <= 1 << 24:
-                yield f"--routine group_gemm_fp8_nt_groupwise {product} --m {rows_of_group} --group_size 4,16,64"
+            yield f"--case_tag eight_ranks --routine gemm_fp8_nt_groupwise {tokens} --n {n} --k {k}"
+        yield f"--case_tag eight_ranks_bf16 --routine mm_bf16 {tokens} --n {n} --k {k}"
+    yield "--case_tag few_tokens_fp8_weights --routine mm_bf16_fp8 --backends auto --m 1,16 --n 28672,57344 --k 8192"
 
 
 def cpu_grid() -> Iterator[str]:
@@ -240,7 +263,8 @@ PRESETS = {
     "decode-grid-large": Preset("batch decode: all shapes whose caches take 8 to 60 GB", _decode_grid(8, 60)),
     "prefill": Preset("batch prefill, P1-P5 paged, R1 and R2 ragged", prefill),
     "prefill-more": Preset("batch prefill: many short requests, head dim 256, fp8", prefill_more),
-    "gemm-grid": Preset("products of models' projections by 1 to 8192 rows; use with --draw", gemm_grid),
+    "gemm-grid": Preset("products of models' projections by 1 to 8192 rows, and groups; use with --draw", gemm_grid),
+    "gemm-named": Preset("products that may not become slower: few rows in the last tile, eight ranks", gemm_named),
     "sampling": Preset("sampling, softmax and renormalisation", sampling),
     "topk": Preset("top-k of 1 to 256 rows", topk),
     "elementwise": Preset("norm, activation, rope, page append, merge of attention states", elementwise),

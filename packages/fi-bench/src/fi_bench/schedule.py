@@ -98,12 +98,21 @@ def _title(job: Job) -> str:
 
 
 def drawn_lines(lines: Sequence[parsing.Line], args: Namespace) -> list[parsing.Line]:
-    """--draw N: N points of all lines, at random."""
-    places = [(i, j) for i, line in enumerate(lines) for j in range(len(line.points))]
-    if args.draw is None or args.draw >= len(places):
+    """--draw N: N points of each --case_tag, at random."""
+    if args.draw is None:
         return list(lines)
-    chosen = random.Random(args.random_seed).sample(places, args.draw)
-    return [dataclasses.replace(lines[i], points=(lines[i].points[j],)) for i, j in chosen]
+    tagged: dict[str | None, list[parsing.Line]] = {}
+    for line in lines:
+        tagged.setdefault(line.points[0].case_tag, []).append(line)
+    rng = random.Random(args.random_seed)
+    return [line for group in tagged.values() for line in _drawn(group, args.draw, rng)]
+
+
+def _drawn(lines: Sequence[parsing.Line], count: int, rng: random.Random) -> list[parsing.Line]:
+    places = [(i, j) for i, line in enumerate(lines) for j in range(len(line.points))]
+    if count >= len(places):
+        return list(lines)
+    return [dataclasses.replace(lines[i], points=(lines[i].points[j],)) for i, j in rng.sample(places, count)]
 
 
 def _nothing(words: Sequence[str]) -> int:

@@ -37,9 +37,11 @@ _TP = (1, 2, 4, 8)
 _PAGE_SIZE = 16
 
 
-# (n, k) of projections that no Model above gives: latent attention and its output, and shards of linear attention, of
-# shared experts and of models with a hidden size of 5120 and 6144 on eight ranks.
+# (n, k) of shards of linear attention, of shared experts and of models with a hidden size of 5120 and 6144 on eight
+# ranks, and of latent attention and its output, which no Model above gives.
+EIGHT_RANKS = ((576, 5120), (5120, 1024), (5120, 288), (1792, 5120), (25600, 6144), (4096, 1280))
 _PROJECTIONS = (
+    *EIGHT_RANKS,
     (2112, 7168),
     (24576, 1536),
     (3072, 1536),
@@ -49,12 +51,6 @@ _PROJECTIONS = (
     (7168, 18432),
     (4608, 7168),
     (7168, 2304),
-    (576, 5120),
-    (5120, 1024),
-    (5120, 288),
-    (1792, 5120),
-    (25600, 6144),
-    (4096, 1280),
 )
 
 

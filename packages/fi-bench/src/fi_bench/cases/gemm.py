@@ -23,7 +23,8 @@ def _bf16_sizes(p: Namespace) -> dict[str, Any]:
 
 
 def _fp8_sizes(p: Namespace) -> dict[str, Any]:
-    return sizes_of(p, *_MNK, input_dtype="input_dtype", mat2_dtype="mat2_dtype", out_dtype="out_dtype")
+    sizes = sizes_of(p, *_MNK, input_dtype="input_dtype", mat2_dtype="mat2_dtype", out_dtype="out_dtype")
+    return {**sizes, "rowwise": p.rowwise} if p.routine == "mm_fp8" else sizes
 
 
 def _batched(sizes: Callable[[Namespace], dict[str, Any]]) -> Callable[[Namespace], dict[str, Any]]:
@@ -31,8 +32,12 @@ def _batched(sizes: Callable[[Namespace], dict[str, Any]]) -> Callable[[Namespac
 
 
 def _groupwise_sizes(p: Namespace) -> dict[str, Any]:
-    groups = {"group_size": p.group_size} if p.routine.startswith("group") else {}
+    groups = _groups_of(p) if p.routine.startswith("group") else {}
     return {**sizes_of(p, *_MNK, mode="scale_major_mode", out_dtype="out_dtype"), **groups}
+
+
+def _groups_of(p: Namespace) -> dict[str, Any]:
+    return sizes_of(p, "group_size", "random_groups")
 
 
 def _out(p: Namespace, x: Inputs) -> dict[str, Any]:
@@ -64,8 +69,15 @@ def _torch_groupwise(x: Inputs) -> torch.Tensor:
     import torch
 
     a, b = (_dequantized(y, scale, x.scale_major_mode) for y, scale in ((x.a, x.a_scale), (x.b, x.b_scale)))
-    groups = b.shape[0] if b.ndim == 3 else 1
-    return torch.bmm(a.view(groups, -1, a.shape[1]), b.view(groups, *b.shape[-2:]).mT).view(x.out.shape).to(x.out.dtype)
+    product = torch.matmul(a, b.mT) if b.ndim == 2 else torch.nn.functional.grouped_mm(a, b.mT, offs=x.m_indptr[1:])
+    return product.to(x.out.dtype)
+
+
+def _torch_grouped(x: Inputs) -> torch.Tensor:
+    """torch's grouped product, which is CUTLASS on Hopper."""
+    import torch
+
+    return torch.nn.functional.grouped_mm(x.left, x.columns, offs=x.m_indptr[1:]).to(x.out.dtype)
 
 
 def _torch_bf16(x: Inputs) -> torch.Tensor:
@@ -78,26 +90,30 @@ def _torch_bf16(x: Inputs) -> torch.Tensor:
     return product.to(x.out.dtype)
 
 
-def _scale(x: Inputs) -> torch.Tensor:
-    scale: torch.Tensor = x.alpha if "alpha" in x else x.A_scale * x.B_scale
-    return scale
+def _scales(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a and b as torch._scaled_mm takes them: one scale, or of rows `[m, 1]` and of columns `[1, n]`."""
+    if "alpha" in x:
+        return x.alpha, x.alpha.new_ones(1)
+    return (x.a_scale[:, None], x.b_scale[None]) if "a_scale" in x else (x.A_scale, x.B_scale)
 
 
 def _torch_fp8(x: Inputs) -> torch.Tensor:
     """Dequantised to bf16 first, as one would without fp8 matrix units."""
     import torch
 
-    product: torch.Tensor = torch.matmul(x.left.to(torch.bfloat16), x.columns.to(torch.bfloat16)) * _scale(x)
+    a_scale, b_scale = _scales(x)
+    product: torch.Tensor = torch.matmul(x.left.to(torch.bfloat16), x.columns.to(torch.bfloat16)) * a_scale * b_scale
     return product.to(x.out.dtype)
 
 
 def _cublas_fp8(x: Inputs) -> torch.Tensor:
-    """cuBLASLt's fp8 product with a scale per tensor; matrices of a batch one after another."""
+    """cuBLASLt's fp8 product with a scale per tensor, or torch's choice with scales of rows; matrices of a batch one
+    after another.
+    """
     import torch
 
     product_of = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  (the public one has no out=)
-    a_scale, b_scale = (x.alpha, torch.ones_like(x.alpha)) if "alpha" in x else (x.A_scale, x.B_scale)
-    fast = x.cublas_fast
+    (a_scale, b_scale), fast = _scales(x), x.cublas_fast
     one = functools.partial(product_of, scale_a=a_scale, scale_b=b_scale, out_dtype=x.out.dtype, use_fast_accum=fast)
     if x.left.ndim == 2:
         one(x.left, x.columns, out=x.out)
@@ -149,8 +165,9 @@ def _unsupported_groupwise(backend: str, p: Namespace) -> str | None:
         return f"deepgemm writes --out_dtype bfloat16, got {p.out_dtype}"
     if backend == "cublas" and (p.m == 1 or p.out_dtype != "bfloat16"):
         return f"cuBLASLt's product with block scales takes --m above 1 and bfloat16, got {p.m} and {p.out_dtype}"
-    if backend == "deepgemm" and p.routine.startswith("group") and p.m % _BLOCK:
-        return f"deepgemm's grouped product takes groups of a multiple of {_BLOCK} rows, got --m {p.m}"
+    if backend == "deepgemm" and p.routine.startswith("group") and (p.m % _BLOCK or p.random_groups):
+        got = "--random_groups" if p.random_groups else f"--m {p.m}"
+        return f"deepgemm's grouped product takes groups of a multiple of {_BLOCK} rows, got {got}"
     return None
 
 
@@ -162,6 +179,8 @@ def _unsupported_fp8(backend: str, p: Namespace) -> str | None:
         return "one of --input_dtype and --mat2_dtype must be fp8_e4m3"
     if backend == "cublas" and (p.n % 16 or p.k % 16):
         return f"cuBLASLt's fp8 product takes --n and --k that are multiples of 16, got {p.n} and {p.k}"
+    if backend == "cublas" and p.rowwise and p.out_dtype != "bfloat16":
+        return f"torch's product with scales of rows writes --out_dtype bfloat16, got {p.out_dtype}"
     return None
 
 
@@ -222,7 +241,8 @@ def _call_mm_bf16(f: Callable[..., Any], x: Inputs) -> Any:
 
 
 def _call_mm_fp8(f: Callable[..., Any], x: Inputs) -> Any:
-    return f(x.a, x.b, x.alpha, out_dtype=x.out_dtype, out=x.out, use_fast_accum=x.use_fast_accum)
+    scales = {name: x[name] for name in ("alpha", "a_scale", "b_scale") if name in x}
+    return f(x.a, x.b, **scales, out_dtype=x.out_dtype, out=x.out, use_fast_accum=x.use_fast_accum)
 
 
 def _call_bmm_fp8(f: Callable[..., Any], x: Inputs) -> Any:
@@ -261,4 +281,14 @@ CASES = (
     _fp8("mm_fp8", _fp8_sizes, _call_mm_fp8),
     _groupwise("gemm_fp8_nt_groupwise", _call_groupwise),
     _groupwise("group_gemm_fp8_nt_groupwise", _call_group_groupwise),
+    described(
+        "grouped_mm.grouped_mm_bf16",
+        lambda p: {**sizes_of(p, *_MNK, out_dtype="out_dtype"), **_groups_of(p)},
+        lambda f, x: f(x.a, x.b, x.m_indptr, x.out, x.out_dtype),
+        _torch_grouped,
+        add=_out,
+        op="gemm",
+        poison=("out",),
+        tolerance=_FINE,
+    ),
 )

@@ -9,8 +9,7 @@ from fi_core.observe.describe import with_sizes
 from fi_core.observe.draw import Draw, dtype_of, nbytes
 from fi_core.observe.trace import Scalar, Tensor, TraceTemplate, Work, axes_of, options, sized, tensors
 
-_BLOCK = 128
-_INF, _NAN = float("inf"), float("nan")
+_BLOCK, _INF, _NAN = 128, float("inf"), float("nan")
 
 
 # Trace files hold the source of a reference, so each reference is whole in itself.
@@ -174,18 +173,21 @@ def _make_tinygemm(draw: Draw, *, m: int = 5, n: int = 72, k: int = 136, bias: b
     return {**found, "bias": draw.normal((n,), "bfloat16")} if bias else found
 
 
-def groups_of(draw: Draw, groups: int, m: int) -> Any:
-    """Offsets of groups of m rows; if nasty the second is empty and the third has its rows too."""
+def groups_of(draw: Draw, groups: int, m: int, random: bool = False) -> Any:
+    """Offsets of groups of m rows, or of that mean; if nasty the second is empty and the third has its rows too."""
+    if random:
+        return draw.int32([0, *sorted(draw.integers(0, groups * m + 1, (groups - 1,)).tolist()), groups * m])
     sizes = [m] * groups
     if draw.nasty and groups > 2:
         sizes[1:3] = [0, 2 * m]
     return draw.offsets(sizes)
 
 
-@sized(group_size=4, m=5, n=72, k=144, dtype="bfloat16", out_dtype="bfloat16")
+@sized(group_size=4, m=5, n=72, k=144, dtype="bfloat16", out_dtype="bfloat16", random_groups=False)
 def _make_grouped(draw: Draw, s: Any) -> dict[str, Any]:
     a, b = tokens(draw, (s.group_size * s.m, s.k), s.dtype), _right(draw, (s.group_size, s.n, s.k), s.dtype)
-    found = {"a": a, "b": b, "m_indptr": groups_of(draw, s.group_size, s.m), "out_dtype": dtype_of(s.out_dtype)}
+    indptr = groups_of(draw, s.group_size, s.m, s.random_groups)
+    found = {"a": a, "b": b, "m_indptr": indptr, "out_dtype": dtype_of(s.out_dtype)}
     return found if a.dtype.itemsize == 2 else {**found, "alpha": _scale(draw, (1,), s.k * s.k)}
 
 
@@ -222,11 +224,11 @@ def _make_groups(draw: Draw, groups: int, m: int, n: int, k: int, mode: str = "K
     return {**found, "b_scale": _scale(draw, (groups, *_major((_ceil(n, _BLOCK), blocks), mode)), k)}
 
 
-@sized(group_size=4, m=8, n=200, k=256, mode="MN", out_dtype="bfloat16")
+@sized(group_size=4, m=8, n=200, k=256, mode="MN", out_dtype="bfloat16", random_groups=False)
 def _make_group_groupwise(draw: Draw, s: Any) -> dict[str, Any]:
     found = _make_groups(draw, s.group_size, s.m, s.n, s.k, s.mode)
-    indptr, out_dtype = groups_of(draw, s.group_size, s.m), dtype_of(s.out_dtype)
-    return {**found, "m_indptr": indptr, "scale_major_mode": s.mode, "out_dtype": out_dtype}
+    found["m_indptr"] = groups_of(draw, s.group_size, s.m, s.random_groups)
+    return {**found, "scale_major_mode": s.mode, "out_dtype": dtype_of(s.out_dtype)}
 
 
 @sized(group_size=3, m=128, n=200, k=256, out_dtype="bfloat16")
@@ -398,7 +400,7 @@ GROUPED_BF16 = template(
     "cum_m n",
     (_groups_reference, _grouped_reference),
     _make_grouped,
-    (*sizes(_SHAPES[:4]), {"group_size": 40, "m": 2}),
+    (*sizes(_SHAPES[:4]), {"group_size": 40, "m": 2, "random_groups": True}),
     "Groups of tokens times the weights of their experts.",
     written=_rows_of_groups,
 )
@@ -453,7 +455,7 @@ GROUP_GROUPWISE = template(
     "cum_m n",
     (_dequantized, _groups_reference, _group_groupwise_reference),
     _make_group_groupwise,
-    ({}, {"mode": "K", "m": 3}, {"group_size": 40, "m": 2}),
+    ({}, {"mode": "K", "m": 3}, {"group_size": 40, "m": 2, "random_groups": True}),
     "As gemm_fp8_nt_groupwise for groups of tokens.",
     written=_rows_of_groups,
 )

@@ -45,7 +45,8 @@ _FOREIGN = (
 )
 _RENAMED = {"trtllm-gen-native": "trtllm-native", "prims_ts": "prims-ts", "trtllm": "trtllm-gen"}
 _PUBLIC = ("fa2", "fa2_tc", "fa3")  # values of `backend=` that the wrappers of FlashInfer and of fi-core accept
-_DEVICES = ("auto", "cpu", "cuda")
+_TUNED = "tuned"
+_DEVICES = ("auto", _TUNED, "cpu", "cuda")
 _OLDEST = 8.0  # the first compute capability that any kernel takes
 _OWN = "fi:"  # before the name of an implementation of fi-core that is also the name of a library: `fi:cudnn`
 
@@ -295,6 +296,8 @@ def _ours(name: str, case: Case, device: str) -> Runner:
     if function is None:
         raise SkipError(f"fi_core.{case.function} does not exist yet")
     impls = implementations(case)
+    if name == _TUNED:
+        return _tuned(case, function, device)
     if name.startswith(_OWN):
         own = name.removeprefix(_OWN)
         if own not in impls or case.plan is None:
@@ -326,6 +329,28 @@ def _ours(name: str, case: Case, device: str) -> Runner:
 
     asked = name if name in (*_DEVICES, *_PUBLIC) else "auto"  # a wrapper accepts no name of an implementation
     return Runner(name, "fi_core", name, _of_function(case, function, asked), case.outputs, using)
+
+
+def _tuned(case: Case, function: Callable[..., Any], device: str) -> Runner:
+    """The fastest of all tactics of all implementations; each is timed briefly before the case is."""
+    from fi_bench.tuned import Tuned
+    from fi_core.runtime.launch.operator import operators
+
+    impls = [name for name in implementations(case) if (name == "cpu") == (device == "cpu")]
+    found = operators().get(case.op)
+    tuned = Tuned(found, function) if found and any(a.name == "tactic" for a in found.op.parsed) else None
+    if tuned is None or tuned.name is None:
+        raise SkipError(f"{case.routine} has no tactics: use --backends auto")
+
+    def prepare(x: Inputs) -> Callable[[Inputs], Any]:
+        from fi_core.testing import bench_gpu_time
+
+        call = functools.partial(case.call, function)
+        timed = functools.partial(bench_gpu_time, call, 2, 5, input_args=(x,), use_cuda_graph=True)
+        tuned.use(tuned.fastest(impls, lambda: timed(num_iters_within_graph=5)[0]))
+        return call
+
+    return Runner(_TUNED, "fi_core", "", prepare, case.outputs, tuned.in_place)
 
 
 @contextlib.contextmanager

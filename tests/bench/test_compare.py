@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import random
 import statistics
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from bench.helpers import made, trials, write
-from fi_bench import compare, record
+from fi_bench import compare, presets, record
 from fi_bench.cli import main
+from fi_bench.gate import load
 
 
 def processes(rng: random.Random, true: float, drift: float, n: int = 5) -> list[float]:
@@ -175,6 +177,65 @@ def test_gate_against_a_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[s
         old.unlink()
     assert gate(tmp_path, "", trials(NEAR, backend="torch"), trials(NEAR)) == 3, "a case that went missing"
     assert "no longer measured" in capsys.readouterr().out
+
+
+def drawn(tag: str, times: list[float], backend: str, library: str) -> list[record.Record]:
+    """Cases of one row each, with times in ns."""
+    line = "--routine rmsnorm --hidden_size {} --case_tag {} --batch_size {}"
+    return [
+        r
+        for i, time in enumerate(times, 1)
+        for r in trials([time], line=line.format(len(tag), tag, i), backend=backend, library=library)
+    ]
+
+
+DRAWN = [
+    *drawn("few", [100, 90, 120, 100], "cpu", "fi_core"),
+    *drawn("few", [80, 90, 100, 100], "tuned", "fi_core"),
+    *drawn("few", [100, 100, 100, 100], "torch", "torch"),
+    *drawn("few", [125, 300, 300, 300], "cublas", "torch"),
+    *drawn("many", [300, 300], "cpu", "fi_core"),
+    *drawn("many", [100, 200], "torch", "torch"),
+]
+
+
+@pytest.mark.parametrize(
+    ("rules", "code"),
+    [
+        ("geomean = 1.02\nworst = 1.2\np95 = 1.2", 0),  # (1 * 0.9 * 1.2 * 1) ** 0.25 = 1.019
+        ("geomean = 1.01", 3),
+        ("p95 = 1.19", 3),
+        ("worst = 1.19", 3),
+        ("regret = 1.113\nregret_p99 = 1.25", 0),  # (1.25 + 1 + 1.2 + 1) / 4
+        ("regret = 1.112", 3),
+        ("regret_p99 = 1.24", 3),
+    ],
+)
+def test_gate_limits_cases_of_a_tag_together(
+    rules: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gate(tmp_path, f'[[rule]]\ntag = "few"\nbackend = "cpu"\n{rules}', DRAWN) == code
+    row = capsys.readouterr().out.splitlines()[-2]
+    assert row.startswith("few cpu  4 ") and "1.019" in row and row.endswith("rmsnorm batch_size=3 hidden_size=3")
+
+
+def test_gate_says_where_a_limit_has_nothing_to_compare_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = '[[rule]]\ntag = "many"\nbackend = "cpu"\nworst = 3.0\nregret = 1.0'
+    assert gate(tmp_path, rules, DRAWN) == 4
+    assert "many cpu: regret no row to compare with, allowed is 1" in capsys.readouterr().out
+
+
+def test_the_limits_of_products_name_the_tags_of_their_presets() -> None:
+    """Every drawn form and every named product meets a rule of benchmarks/gemm.toml."""
+    rules = load(Path(__file__).parents[2] / "benchmarks" / "gemm.toml")["rule"]
+    lines = [line for name in ("gemm-grid", "gemm-named") for line in presets.preset_lines(name)]
+    tags = {line[line.index("--case_tag") + 1] for line in lines}
+    assert all(any(fnmatch.fnmatchcase(tag, rule["tag"]) for tag in tags) for rule in rules)
+    assert {tag for tag in tags if not any(fnmatch.fnmatchcase(tag, rule["tag"]) for rule in rules)} == {
+        "eight_ranks_bf16"
+    }
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fi_bench import compare, record
-from fi_bench.console import say
+from fi_bench import compare, record, spread
+from fi_bench.console import say, table
 from fi_bench.errors import AMBIGUOUS, OK, REGRESSION, UsageError, did_you_mean
 from fi_bench.files import text_of
 from fi_bench.parsing import Parser, underscored
@@ -31,6 +31,8 @@ _RULE = {
     "min_tflops": (int, float),
     "not_slower_than": str,
     "factor": (int, float),
+    "tag": str,
+    **dict.fromkeys(spread.LIMITS, (int, float)),
 }
 
 
@@ -63,24 +65,35 @@ def _check(table: dict[str, Any], known: dict[str, Any], where: str) -> None:
             raise UsageError(f"{where}: {name} has a value of the wrong type, {value!r}")
 
 
-def _rule_for(rules: dict[str, Any], key: compare.Key) -> dict[str, Any]:
-    """The first rule whose routine and backend patterns match."""
+Tags = dict[compare.Key, set[str]]
+
+
+def _rule_for(rules: dict[str, Any], key: compare.Key, tags: Tags) -> dict[str, Any]:
+    """The first rule whose patterns of routine, backend and one of the tags match."""
+    named = {"routine": {key.routine}, "backend": {key.backend}, "tag": tags[key]}
     for rule in rules.get("rule", []):
-        if fnmatch.fnmatchcase(key.routine, rule.get("routine", "*")) and fnmatch.fnmatchcase(
-            key.backend, rule.get("backend", "*")
-        ):
+        if all(fnmatch.filter(values, rule.get(name, "*")) for name, values in named.items()):
             return dict(rule)
     return {}
+
+
+def _tags(records: Iterable[record.Record]) -> Tags:
+    """The --case_tag of each case; a drawn case may be a named one too."""
+    found: Tags = {}
+    for r in records:
+        key = compare.Key(r["routine"], r["case_key"], r["backend"])
+        found.setdefault(key, set()).add(r["args"].get("case_tag") or "")
+    return found
 
 
 def findings(
     rules: dict[str, Any], current: Sequence[record.Record], baseline: Sequence[record.Record] | None
 ) -> Iterator[Finding]:
     """Limits on the current results, comparisons with other backends, and with the baseline."""
-    now = compare.sides(current)
+    now, tags = compare.sides(current), _tags(current)
     derived = _best(current)
     for key, side in now.items():
-        rule = _rule_for(rules, key)
+        rule = _rule_for(rules, key, tags)
         name = f"{key.routine} {side.words} {key.backend}"
         yield from _limits(rule, name, side.median / 1e3, derived[key])
         peer = rule.get("not_slower_than")
@@ -92,8 +105,29 @@ def findings(
                 ratio, factor = side.median / other.median, rule.get("factor", 1.0)
                 verdict = "regression" if ratio > factor else "ok"
                 yield Finding(verdict, f"{name}: {ratio:.3f}x the time of {peer}, allowed is {factor:g}x")
+    for rule, _, found in _spreads(rules, current):
+        for name, value, most in spread.exceeded(rule, found):
+            verdict = "ambiguous" if value is None else "regression" if value > most else "ok"
+            measured = "no row to compare with" if value is None else f"{value:.3f}"
+            yield Finding(verdict, f"{_label(rule)}: {name} {measured}, allowed is {most:g}")
     if baseline is not None:
-        yield from _against(rules, compare.sides(baseline), now)
+        yield from _against(rules, compare.sides(baseline), now, _tags([*current, *baseline]))
+
+
+def _label(rule: dict[str, Any]) -> str:
+    return " ".join(str(rule[name]) for name in ("tag", "routine", "backend") if name in rule) or "all cases"
+
+
+def _spreads(
+    rules: dict[str, Any], current: Sequence[record.Record]
+) -> Iterator[tuple[dict[str, Any], dict[compare.Key, str], spread.Ratios]]:
+    """The rules with limits on all of their cases together, the words of these, and their ratios."""
+    now, tags, others = compare.sides(current), _tags(current), spread.peers(current)
+    applies = {key: _rule_for(rules, key, tags) for key in now if key.backend not in others}
+    for rule in rules.get("rule", []):
+        keys = [key for key, own in applies.items() if own == rule]
+        if keys and rule.keys() & set(spread.LIMITS):
+            yield rule, {key: f"{key.routine} {now[key].words}" for key in keys}, spread.ratios(now, keys, others)
 
 
 def _best(records: Iterable[record.Record]) -> dict[compare.Key, dict[str, float]]:
@@ -120,14 +154,14 @@ def _limits(rule: dict[str, Any], name: str, median_us: float, rates: dict[str, 
 
 
 def _against(
-    rules: dict[str, Any], before: dict[compare.Key, compare.Side], now: dict[compare.Key, compare.Side]
+    rules: dict[str, Any], before: dict[compare.Key, compare.Side], now: dict[compare.Key, compare.Side], tags: Tags
 ) -> Iterator[Finding]:
     for key, side in before.items():
         name = f"{key.routine} {side.words} {key.backend}"
         if key not in now:
             yield Finding("regression", f"{name}: in the baseline and no longer measured")
             continue
-        threshold = _rule_for(rules, key).get("threshold", rules.get("threshold", compare.THRESHOLD))
+        threshold = _rule_for(rules, key, tags).get("threshold", rules.get("threshold", compare.THRESHOLD))
         args = Namespace(threshold=threshold, confidence=compare.CONFIDENCE, force=False)
         _, _, verdict = compare.compare({key: side}, {key: now[key]}, args)[key]
         words = f"{name}: {verdict.ratio:.3f}x the baseline [{verdict.low:.3f}, {verdict.high:.3f}] {verdict.verdict}"
@@ -163,6 +197,7 @@ def main(words: Sequence[str]) -> int:
             say("WARNING", finding.text)
         elif args.verbose:
             say("INFO", finding.text)
+    table([spread.row(_label(rule), ratios, words, rule) for rule, words, ratios in _spreads(rules, current)], "table")
     counts = {kind: sum(f.verdict == kind for f in found) for kind in ("ok", "ambiguous", "regression")}
     print(", ".join(f"{n} {kind}" for kind, n in counts.items()))
     if counts["regression"]:

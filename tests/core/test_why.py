@@ -54,9 +54,20 @@ def test_why_of_a_wrapper_with_a_variant_compiles_no_variant(cli: Cli, fresh: An
 
 
 @pytest.mark.parametrize("m", [16, 1000])
-def test_why_predicts_the_times_of_products(cli: Cli, m: int) -> None:
+@pytest.mark.parametrize(
+    "form",
+    [
+        "mm_bf16",
+        "mm_fp8 rowwise=1",
+        "gemm_fp8_nt_groupwise",
+        "bmm_fp8",
+        "grouped_mm_bf16",
+        "group_gemm_fp8_nt_groupwise",
+    ],
+)
+def test_why_predicts_the_times_of_products(cli: Cli, form: str, m: int) -> None:
     """Of the configuration that the launcher takes, and of the next two."""
-    asked = "why", "mm_bf16", f"m={m}", "n=4608", "k=7168", "--target", "sm_90a", "--compile"
+    asked = "why", *form.split(), f"m={m}", "n=4608", "k=7168", "--target", "sm_90a", "--compile"
     (call,) = cli.json(*asked)["calls"]
     (launch,) = call["launches"]
     (chosen, _), *_ = launch["predicted"]
@@ -64,6 +75,12 @@ def test_why_predicts_the_times_of_products(cli: Cli, m: int) -> None:
     assert len(times) == 3 and times == sorted(times) and times[0] > 10
     assert chosen.split(",")[0] == launch["entry"]
     assert f"predicted {times[0]:.1f} us: {chosen}\n" in cli(*asked)
+
+
+def test_why_predicts_the_times_of_both_products_of_experts(cli: Cli) -> None:
+    calls = cli.json("why", "cutlass_fused_moe", "num_tokens=4096", "--target", "sm_90a", "--compile")["calls"]
+    predicted = {call["op"]: call["launches"][0]["predicted"] for call in calls if call["launches"]}
+    assert {op: len(times) for op, times in predicted.items() if times} == {"moe_gated_gemm": 3, "gemm": 3}
 
 
 @pytest.fixture

@@ -213,6 +213,14 @@ MOCK cuDeviceGetAttribute(int* value, int attribute, Device of) {
       return *value = capability(of) % 10, kSuccess;
     case fi::cu::kSharedBytesOfBlock:
       return *value = static_cast<int>(shared_limit(of)), kSuccess;
+    case 13:  // kHz of the SMs
+      return *value = 1980000, kSuccess;
+    case 36:  // kHz of the memory
+      return *value = static_cast<int>(setting("FI_MOCK_MEMORY_KHZ", 3201000)), kSuccess;
+    case 37:  // bits of its bus
+      return *value = 6144, kSuccess;
+    case 38:  // bytes of L2
+      return *value = static_cast<int>(setting("FI_MOCK_L2_MB", 60)) << 20, kSuccess;
     default:
       return kInvalidValue;
   }

@@ -249,6 +249,19 @@ def test_a_split_takes_blocks_of_k_and_few_tiles(gemm: Gemm, m: int, n: int, k: 
         gemm(m, n, k, tactic=2 * 11 + 7)
 
 
+def test_what_l2_forgets_follows_the_card(gemm: Gemm, tmp_path: Path) -> None:
+    """29 MB of weights: more than half of 50 MB, so there the last tile of tokens begins early enough to be full."""
+    call = gemm(257, 3584, 4096, tactic=3)
+    assert parameters(one(call), "GemmSm90Params")["last_row"] == 256, "60 MB"
+    gpu = Gpu(build_driver(tmp_path), tmp_path / "log", 90, FI_MOCK_L2_MB="50")
+    operands = {"out": (OUT, (257, 3584)), "a": (A, (257, 4096)), "b": (B, (3584, 4096))}
+    axes = {"a": "bf16", "b": "bf16", "out": "bf16", "scales": "rows", "tiles": "batched", "b_major": "k"}
+    arguments = {name: Tensor(*place, "bf16") for name, place in operands.items()} | {"tactic": 3}
+    call = gpu.call("gemm", axes | {"fast_accum": False, "tokens": 0}, arguments, implementation="wgmma_sm90")
+    assert parameters(one(call), "GemmSm90Params")["last_row"] == 257 - 128
+    gpu.close()
+
+
 def test_row_indices_are_those_of_whole_tiles(gemm: Gemm) -> None:
     """A tile meets the matrix of its first row, so it may not begin among the rows of another."""
     b = Tensor(B, (3, 8192, 8192), "bf16")

@@ -153,13 +153,14 @@ void moe_gated_gemm(const Kernel& kernel, const MoeGatedGemmArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  const int64_t multiprocessors = kernel.multiprocessors(a.x.device()), bytes = a.x.dtype().bytes();
+  const int64_t bytes = a.x.dtype().bytes();
   const int64_t expected = a.expected_m >= 0 ? std::max<int64_t>(a.expected_m, 1) : gemm_ceil(rows, experts);
   // A tile stores half as many columns as it has.
   const GemmShape shape{expected, columns, k, experts, bytes, bytes / 2, true};
+  const GemmCard card = card_of(kernel, a.x.device());
   const auto clocks = [&](const GemmChoice<MoeGatedGemmConfig>& choice) {
     const MoeGatedGemmConfig& t = choice.config;
-    return choice.transposed ? -1.0 : gemm_cost(shape, {t.rows, t.columns, t.k_block_clocks}, {multiprocessors, {}});
+    return choice.transposed ? -1.0 : gemm_cost(shape, {t.rows, t.columns, t.k_block_clocks}, card);
   };
   const auto [entry, t, splits, transposed] = cheapest_entry<MoeGatedGemmConfig>(kernel, a.tactic, clocks);
   GemmSm90Params& g = params.gemm;
@@ -168,9 +169,9 @@ void moe_gated_gemm(const Kernel& kernel, const MoeGatedGemmArgs& a) {
                    t.columns / (t.rows == 64 ? 4 : 2));
   g.k_blocks = static_cast<int32_t>(gemm_ceil(k * bytes, 128));
   g.b_once = expected <= t.rows;
-  g.group_m = static_cast<int32_t>(gemm_group_m({t.rows, t.columns, 0}, multiprocessors));
+  g.group_m = static_cast<int32_t>(gemm_group_m({t.rows, t.columns, 0}, card.multiprocessors));
   g.whole_rows = true;
-  Launch launch{std::min((rows / t.rows + experts) * gemm_ceil(columns, t.columns), multiprocessors)};
+  Launch launch{std::min((rows / t.rows + experts) * gemm_ceil(columns, t.columns), card.multiprocessors)};
   launch.pdl = kernel.pdl(a.enable_pdl);
   launch.shared_bytes = kGemmSharedBytes;
   kernel.launch(*entry, launch, a.x.device(), params);

@@ -207,7 +207,7 @@ Tile mma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, int
 
 // Of the kernel for few tokens. `tactic` counts entries and, for each, clusters of 1 to 8 CTAs that split k.
 Tile small_m_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const GemmSmallMShape& shape,
-                  int64_t multiprocessors) {
+                  const GemmCard& card) {
   const auto fits = [&](const GemmConfig& config, int64_t splits) {
     return gemm_small_m_fits(shape, {config.rows, config.columns, config.stage_blocks, splits});
   };
@@ -228,8 +228,7 @@ Tile small_m_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a,
   for (const Entry& entry : kernel.entries) {
     const auto config = GemmConfig::of(entry);
     if (!fits(config, splits)) continue;
-    const double cost =
-        gemm_small_m_cost(shape, {config.rows, config.columns, config.stage_blocks, splits}, multiprocessors);
+    const double cost = gemm_small_m_cost(shape, {config.rows, config.columns, config.stage_blocks, splits}, card);
     predictions.add(kernel, cost, {&entry, config, splits});
     if (!best.entry || cost < least) best = {&entry, config, splits}, least = cost;
   }
@@ -269,7 +268,7 @@ bool takes(const GemmProblem& p, const GemmArgs& a, const GemmConfig& t, int64_t
 
 // Of the kernels for any number of tokens.
 Tile wgmma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const GemmShape& shape) {
-  const GemmCard card = card_of(kernel, a.a.device());
+  const GemmCard card = card_with_clusters(kernel, a.a.device());
   const bool may_transpose = transposes(p, a);
   const GemmSmallMShape few{shape.rows, p.n, gemm_ceil(p.k * shape.bytes, 128), p.batch};
   return cheapest_entry<GemmConfig>(kernel, a.tactic, [&](Tile& choice) {
@@ -297,36 +296,36 @@ Tile wgmma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, c
 
 // The entry that computes the problem, and its tile.
 Tile tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const GemmShape& shape) {
-  const int64_t multiprocessors = kernel.multiprocessors(a.a.device());
+  const GemmCard card = card_of(kernel, a.a.device());
   switch (GemmConfig::of(kernel.entries.front()).kind) {
     case GemmKind::MMA:
-      return mma_tile(kernel, p, a, shape.rows, multiprocessors);
+      return mma_tile(kernel, p, a, shape.rows, card.multiprocessors);
     case GemmKind::SMALL_M:
-      return small_m_tile(kernel, p, a, {shape.rows, p.n, gemm_ceil(p.k * shape.bytes, 128), p.batch}, multiprocessors);
+      return small_m_tile(kernel, p, a, {shape.rows, p.n, gemm_ceil(p.k * shape.bytes, 128), p.batch}, card);
     default:
       return wgmma_tile(kernel, p, a, shape);
   }
 }
 
 // The row that the last tile of a matrix begins with. Behind the tile before it may have few rows: it loads less than
-// the others with the same weights and runs ahead of them, and L2 has forgotten large weights when they come. There it
-// begins early enough to be full, and computes rows of the tile before again, to the same bits. H200, us without and
-// with this, bf16, 8192 x 8192: 129 rows (small m) 58.0 and 46.5, 257 86.9 and 71.4, 513 138 and 126.
-int64_t last_row(const GemmProblem& p, int64_t tokens, int64_t rows, int64_t weight_bytes) {
-  constexpr int64_t kForgottenBytes = 32 << 20;
+// the others with the same weights and runs ahead of them, and L2 has forgotten weights of half of its size when they
+// come. There it begins early enough to be full, and computes rows of the tile before again, to the same bits. H200, us
+// without and with this, bf16, 8192 x 8192: 129 rows (small m) 58.0 and 46.5, 257 86.9 and 71.4, 513 138 and 126.
+int64_t last_row(const GemmCard& card, const GemmProblem& p, int64_t tokens, int64_t rows, int64_t weight_bytes) {
   const int64_t behind = (gemm_ceil(tokens, rows) - 1) * rows;
-  if (p.rows != GemmRows::kBatched || behind == 0 || weight_bytes < kForgottenBytes) return behind;
+  if (p.rows != GemmRows::kBatched || behind == 0 || weight_bytes < card.l2_bytes * 8 / 15) return behind;
   const int64_t aligned = p.a_scale_k_stride ? 4 : 1;  // scales of four rows are one copy
   return gemm_ceil(tokens - rows, aligned) * aligned;
 }
 
 // What both Hopper kernels read.
-GemmSm90Params hopper_params(const Kernel& kernel, const GemmProblem& p, const GemmShape& shape, const GemmConfig& t) {
+GemmSm90Params hopper_params(const Kernel& kernel, const GemmCard& card, const GemmProblem& p, const GemmShape& shape,
+                             const GemmConfig& t) {
   GemmSm90Params params{};
   params.problem = p;
   params.k_blocks = static_cast<int32_t>(gemm_ceil(p.k * shape.bytes, 128));
   const int64_t bytes = shape.bytes, batch = one_a(p) ? 1 : p.batch;
-  params.last_row = static_cast<int32_t>(last_row(p, p.m, t.rows, bytes * p.n * p.k));
+  params.last_row = static_cast<int32_t>(last_row(card, p, p.m, t.rows, bytes * p.n * p.k));
   params.last_column = p.n;
   describe_operand(kernel, params.a, p.a, bytes, p.k, p.m, batch, p.a_row_stride, p.a_batch_stride, t.rows);
   if (p.b_k_stride == 1)
@@ -338,7 +337,8 @@ GemmSm90Params hopper_params(const Kernel& kernel, const GemmProblem& p, const G
 }
 
 void launch_gemm(const Kernel& kernel, const GemmProblem& given, const GemmArgs& a) {
-  const int64_t multiprocessors = kernel.multiprocessors(a.a.device());
+  GemmCard card = card_of(kernel, a.a.device());
+  const int64_t multiprocessors = card.multiprocessors;
   GemmShape shape{one_a(given) ? gemm_ceil(given.m, given.batch) : given.m,
                   given.n,
                   given.k,
@@ -362,7 +362,7 @@ void launch_gemm(const Kernel& kernel, const GemmProblem& given, const GemmArgs&
     launch.grid_x = tiles;
     return kernel.launch(*entry, launch, a.a.device(), params);
   }
-  GemmSm90Params params = hopper_params(kernel, p, shape, t);
+  GemmSm90Params params = hopper_params(kernel, card, p, shape, t);
   if (t.kind == GemmKind::SMALL_M) {
     params.group_m = static_cast<int32_t>(gemm_ceil(p.m, t.rows));  // a tile of weights meets all tokens in turn
     params.b_once = p.batch * p.n * p.k * shape.bytes < kGemmSmallMEvictFirstBytes;
@@ -382,8 +382,8 @@ void launch_gemm(const Kernel& kernel, const GemmProblem& given, const GemmArgs&
   params.splits = static_cast<int32_t>(splits);
   params.own_blocks = static_cast<int32_t>(gemm_ceil(params.k_blocks, splits));
   params.own_groups = static_cast<int32_t>(gemm_ceil(t.columns / 16, splits));
-  if (turned) params.last_column = static_cast<int32_t>(last_row(p, p.n, t.columns, shape.bytes * p.m * p.k));
-  const GemmCard card = card_of(kernel, a.a.device());
+  if (turned) params.last_column = static_cast<int32_t>(last_row(card, p, p.n, t.columns, shape.bytes * p.m * p.k));
+  card = card_with_clusters(kernel, a.a.device());
   const int64_t whole = gemm_whole_tiles(tiles, splits, card);
   params.whole_tiles = static_cast<int32_t>(whole);
   if (splits > 1) launch.grid_x = splits * (whole ? card.clusters[splits] : tiles);

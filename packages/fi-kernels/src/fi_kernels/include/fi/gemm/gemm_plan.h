@@ -36,8 +36,21 @@ inline int64_t gemm_clusters(const Kernel& kernel, unsigned ctas, DLDevice devic
   return found;
 }
 
+// What the driver tells of a card; without clusters. A rehearsal is for an H200.
 inline GemmCard card_of(const Kernel& kernel, DLDevice device) {
+  constexpr cu::DeviceAttribute kClockKhz{13}, kMemoryKhz{36}, kBusBits{37}, kL2Bytes{38};
   GemmCard card{kernel.multiprocessors(device), {}};
+  if (!kernel.library) return card;
+  const int id = device.device_id;
+  const double khz = cu::attribute<kClockKhz>(id),
+               bits = 2.0 * cu::attribute<kMemoryKhz>(id) * cu::attribute<kBusBits>(id);
+  if (khz > 0 && bits > 0) card.clock_mhz = khz * 1e-3, card.memory_bytes = bits * 1e-3 / 8;
+  if (const int bytes = cu::attribute<kL2Bytes>(id)) card.l2_bytes = bytes;
+  return card;
+}
+
+inline GemmCard card_with_clusters(const Kernel& kernel, DLDevice device) {
+  GemmCard card = card_of(kernel, device);
   for (unsigned ctas = 2; ctas <= kGemmSplits; ++ctas) card.clusters[ctas] = gemm_clusters(kernel, ctas, device);
   return card;
 }
@@ -51,21 +64,21 @@ struct GemmChoice {
   bool transposed = false;  // of the exchanged operands
 };
 
-// What a cost model predicts for the choices of a rehearsal. `log` leaves the three shortest times with its
+// What a cost model predicts in us for the choices of a rehearsal. `log` leaves the three shortest times with its
 // launches.
 template <class Config>
 struct GemmPredictions {
   std::vector<std::pair<double, GemmChoice<Config>>> found{};
 
   void add(const Kernel& kernel, double clocks, const GemmChoice<Config>& choice) {
-    if (!kernel.library) found.emplace_back(clocks, choice);
+    if (!kernel.library) found.emplace_back(clocks / gemm_clocks_of_us(card_of(kernel, {})), choice);
   }
   void log() {
     std::stable_sort(found.begin(), found.end(), [](const auto& x, const auto& y) { return x.first < y.first; });
     for (size_t i = 0; i < std::min<size_t>(3, found.size()); ++i) {
-      const auto& [clocks, choice] = found[i];
+      const auto& [us, choice] = found[i];
       std::string& words = Kernel::rehearsed();
-      words += "~ " + std::to_string(clocks / kGemmClocksOfUs) + " " + choice.entry->name;
+      words += "~ " + std::to_string(us) + " " + choice.entry->name;
       if (choice.transposed) words += ", exchanged operands";
       if (choice.splits > 1) words += ", k split by " + std::to_string(choice.splits);
       words += "\n";

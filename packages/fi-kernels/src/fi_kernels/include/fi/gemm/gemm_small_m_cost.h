@@ -17,8 +17,9 @@ struct GemmSmallMTiling {
 // NVIDIA H200. Weights that are to be evicted first stream 8-15 % faster below this size (dirty lines of other kernels
 // stay where they are), 2-3 % slower above it: 28672 x 4096 in bf16 69.7 -> 67.6 us, 57344 x 8192 223 -> 231.
 constexpr int64_t kGemmSmallMEvictFirstBytes = 256 << 20;
-// Bytes per clock: of DRAM, of one SM from L2, of all SMs from L2. Clocks of a launch.
-constexpr double kGemmSmallMDramBytes = 2500, kGemmSmallMSmBytes = 45, kGemmSmallML2Bytes = 4000,
+// The part of the card's rate of memory. Bytes per clock from L2: of one SM, and of each where all load. Clocks of a
+// launch.
+constexpr double kGemmSmallMDramShare = 0.893, kGemmSmallMSmBytes = 45, kGemmSmallMShareBytes = 30.3,
                  kGemmSmallMLaunchClocks = 3000;
 
 // Of the time to load a tile, what is left behind the last load. H200, 1 x 36864 x 7168, us of tiles of 64 to 256 rows:
@@ -30,16 +31,19 @@ inline bool gemm_small_m_fits(const GemmSmallMShape& s, const GemmSmallMTiling& 
   return t.splits == 1 || (t.columns <= 128 && t.splits <= gemm_ceil(s.k_blocks, t.stage_blocks));
 }
 
-// Clocks on `multiprocessors` SMs: of whole waves of CTAs and of the last one, which has fewer.
-inline double gemm_small_m_cost(const GemmSmallMShape& s, const GemmSmallMTiling& t, int64_t multiprocessors) {
+// Clocks on a card: of whole waves of CTAs and of the last one, which has fewer.
+inline double gemm_small_m_cost(const GemmSmallMShape& s, const GemmSmallMTiling& t, const GemmCard& card) {
+  const int64_t multiprocessors = card.multiprocessors;
   const int64_t tiles = s.batch * gemm_ceil(std::max<int64_t>(1, s.rows), t.tokens) * gemm_ceil(s.n, t.columns);
   const int64_t in_wave = std::max<int64_t>(1, multiprocessors / t.splits) * t.splits, ctas = tiles * t.splits;
   const int64_t stages = gemm_ceil(gemm_ceil(s.k_blocks, t.stage_blocks), t.splits);
   const double weights = static_cast<double>(t.columns * stages * t.stage_blocks * 128);
   const double all = static_cast<double>((t.columns + t.tokens) * stages * t.stage_blocks * 128);
+  const double dram = kGemmSmallMDramShare * gemm_dram_bytes(card);
+  const double l2 = kGemmSmallMShareBytes * static_cast<double>(multiprocessors);
   const auto wave = [&](int64_t count) {
     const double n = static_cast<double>(count);
-    return std::max({n * weights / kGemmSmallMDramBytes, n * all / kGemmSmallML2Bytes, all / kGemmSmallMSmBytes});
+    return std::max({n * weights / dram, n * all / l2, all / kGemmSmallMSmBytes});
   };
   return static_cast<double>(ctas / in_wave) * wave(in_wave) + (ctas % in_wave ? wave(ctas % in_wave) : 0.0) +
          kGemmSmallMTail * all / kGemmSmallMSmBytes + kGemmSmallMLaunchClocks;

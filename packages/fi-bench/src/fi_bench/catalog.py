@@ -57,6 +57,7 @@ FAMILIES = {
                 "mm_fp4",
                 "mm_bf16_fp4",
                 "mm_bf16_fp8",
+                "mm_bf16_fp32",
                 "mm_mxfp8",
                 "mm_bf16",
                 "bmm_bf16",

@@ -206,6 +206,7 @@ def gemm_named() -> Iterator[str]:
         if n % 128 == 0 and k % 128 == 0:
             yield f"--case_tag eight_ranks --routine gemm_fp8_nt_groupwise {tokens} --n {n} --k {k}"
         yield f"--case_tag eight_ranks_bf16 --routine mm_bf16 {tokens} --n {n} --k {k}"
+    yield "--case_tag router_fp32_weights --routine mm_bf16_fp32 --backends auto torch --m 1,4,16 --n 256,384 --k 7168"
     yield "--case_tag few_tokens_fp8_weights --routine mm_bf16_fp8 --backends auto --m 1,16 --n 28672,57344 --k 8192"
 
 

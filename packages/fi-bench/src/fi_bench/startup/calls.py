@@ -128,6 +128,7 @@ def _layers(x: _Inputs) -> Calls:
             x.bytes(128, 8, fill=56),
         ),
         "gemm.mm_bf16_fp8": lambda: (rand(4, 128), rand(64, 128).to(torch.float8_e4m3fn), rand(1, dtype=single).abs()),
+        "gemm.mm_bf16_fp32": lambda: (rand(4, 128), rand(64, 128, dtype=single)),
         "fp4_quantize": lambda: (rand(4, 256), rand(1, dtype=single).abs()),
         "block_scale_interleave": lambda: (ints(*range(512)).to(torch.uint8).view(128, 4),),
         "mxfp4_dequantize": lambda: (ints(*range(128)).to(torch.uint8).view(2, 64), x.bytes(128, 4, fill=127)),

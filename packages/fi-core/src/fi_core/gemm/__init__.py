@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fi_core.gemm.block_scaled import bmm_mxfp8, mm_bf16_fp4, mm_fp4, mm_mxfp8, prepare_bf16_fp4_weights
 from fi_core.gemm.dense import bmm_bf16, bmm_fp8, mm_bf16, mm_fp8, prepare_low_latency_gemm_weights, tinygemm_bf16
+from fi_core.gemm.fp32_weights import mm_bf16_fp32
 from fi_core.gemm.groupwise import (
     batch_deepgemm_fp8_nt_groupwise,
     fp8_blockscale_gemm_sm90,
@@ -53,6 +54,7 @@ __all__ = [
     "mm_M1_16_K7168_N896",
     "mm_M1_16_K7168_N896_bf16",
     "mm_bf16",
+    "mm_bf16_fp32",
     "mm_bf16_fp4",
     "mm_bf16_fp8",
     "mm_bf16_fp8_workspace_bytes",

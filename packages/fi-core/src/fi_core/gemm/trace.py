@@ -325,7 +325,7 @@ def template(
         inputs,
         more.pop("outputs", result),
         reference=reference,
-        op="gemm",
+        op=more.pop("op", "gemm"),
         make=make,
         samples=samples,
         work=more.pop("work", _work()),

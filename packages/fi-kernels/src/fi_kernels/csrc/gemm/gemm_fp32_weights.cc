@@ -1,0 +1,106 @@
+// gemm_fp32_weights: checks the arguments, splits k, launches the CUDA kernel or runs the CPU one.
+#include "fi/gemm/gemm_fp32_weights.h"
+
+#include <algorithm>
+
+#include "fi/generated/gemm_fp32_weights.h"
+#include "fi/host/kernel.h"
+
+#if !FI_CUDA
+#include <vector>
+
+#include "fi/cpu/convert.h"
+#include "fi/cpu/parallel.h"
+#endif
+
+namespace fi {
+namespace {
+
+constexpr int64_t kLimit = int64_t{1} << 30, kMostTokens = int64_t{65535} * kFp32WeightsTokens;
+
+int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+#if FI_CUDA
+void launch(const Kernel& kernel, const GemmFp32WeightsParams& p, const GemmFp32WeightsArgs& a) {
+  const DLDevice device = a.a.device();
+  const bool vectors =
+      p.k % 4 == 0 && a.b.alignment(16, {p.b_row_stride}) == 16 && a.a.alignment(8, {p.a_row_stride}) == 8;
+  const Entry& entry =
+      kernel.first_entry([&](const Entry& e) { return vectors || GemmFp32WeightsConfig::of(e).elements == 1; });
+  const int64_t tiles = ceil_of(p.n, kFp32WeightsRows), steps = ceil_of(p.k, kFp32WeightsWarps * kFp32WeightsBlockK);
+  // CTAs of a cluster share k while SMs are left over. They follow n, k and the card, not m.
+  const int64_t most = std::min(GemmFp32WeightsConfig::of(entry).ctas, steps);
+  unsigned ctas = 1;
+  while (2 * ctas <= most && 2 * ctas * tiles <= kernel.multiprocessors(device)) ctas *= 2;
+  Launch launch{tiles * ctas, ceil_of(p.m, kFp32WeightsTokens)};
+  launch.cluster = ctas;
+  launch.pdl = kernel.pdl(a.enable_pdl);
+  kernel.launch(entry, launch, device, p);
+}
+#else
+// As the GPU does, each term has sums of its own, of every 16th k.
+void run_cpu(const GemmFp32WeightsParams& p) {
+  constexpr int64_t kLanes = 16;
+  const int64_t k = ceil_of(p.k, kLanes) * kLanes;
+  cpu::parallel_for(p.n, std::max<int64_t>(1, 65536 / k), [&](int64_t begin, int64_t end) {
+    std::vector<float> terms(static_cast<size_t>(kFp32WeightsTerms * k)), tokens(static_cast<size_t>(k));
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t i = 0; i < p.k; ++i) {
+        const Bf16Terms x = Bf16Terms::split(p.b[row * p.b_row_stride + i], cpu::bits_float, cpu::float_bits);
+        for (int t = 0; t < kFp32WeightsTerms; ++t) terms[static_cast<size_t>(t * k + i)] = x.of[t];
+      }
+      for (int64_t token = 0; token < p.m; ++token) {
+        const uint16_t* from = p.a + token * p.a_row_stride;
+        for (int64_t i = 0; i < p.k; ++i) tokens[static_cast<size_t>(i)] = cpu::bits_float(uint32_t{from[i]} << 16);
+        float sum[kFp32WeightsTerms] = {};
+        for (int t = 0; t < kFp32WeightsTerms; ++t) {
+          float lanes[kLanes] = {};
+          const float* term = terms.data() + t * k;
+          for (int64_t i = 0; i < k; i += kLanes)
+            for (int64_t lane = 0; lane < kLanes; ++lane)
+              lanes[lane] += term[i + lane] * tokens[static_cast<size_t>(i + lane)];
+          for (const float lane : lanes) sum[t] += lane;
+        }
+        p.out[token * p.out_row_stride + row] = sum_of_terms(sum);
+      }
+    }
+  });
+}
+#endif
+
+void gemm_fp32_weights(const Kernel& kernel, const GemmFp32WeightsArgs& a) {
+  // 1 check
+  Dim m{"m"}, n{"n"}, k{"k"};
+  a.a.is({kBF16}).shape(m, k).inner_contiguous();
+  a.b.is({kF32}).on(a.a).shape(n, k).inner_contiguous();
+  a.out.is({kF32}).on(a.a).shape(m, n).inner_contiguous();
+  FI_CHECK(m <= kMostTokens && n <= kLimit && k >= 1 && k <= kLimit, ValueError,
+           "a and b must have at most %lld and 2^30 rows, and 1 to 2^30 columns; got a %s, b %s",
+           static_cast<long long>(kMostTokens), a.a.shape_str().c_str(), a.b.shape_str().c_str());
+  if (m == 0 || n == 0) return;
+
+  // 2 shape
+  GemmFp32WeightsParams p{};
+  p.out = a.out.data<float>();
+  p.a = static_cast<const uint16_t*>(a.a.data());
+  p.b = a.b.data<const float>();
+  p.out_row_stride = a.out.stride(0);
+  p.a_row_stride = a.a.stride(0);
+  p.b_row_stride = a.b.stride(0);
+  p.m = static_cast<int32_t>(m);
+  p.n = static_cast<int32_t>(n);
+  p.k = static_cast<int32_t>(k);
+
+  // 3 launch
+#if FI_CUDA
+  launch(kernel, p, a);
+#else
+  (void)kernel, (void)a.enable_pdl;
+  run_cpu(p);
+#endif
+}
+
+}  // namespace
+}  // namespace fi
+
+FI_OP(fi::gemm_fp32_weights)

@@ -77,6 +77,14 @@ def test_why_predicts_the_times_of_products(cli: Cli, form: str, m: int) -> None
     assert f"predicted {times[0]:.1f} us: {chosen}\n" in cli(*asked)
 
 
+def test_why_counts_the_clusters_of_a_card(cli: Cli) -> None:
+    """30 clusters of four CTAs run at a time on an H200, not 132 / 4: 30 tiles are split by four, and 33 are not."""
+    for n, splits in ((30 * 128, True), (33 * 128, False)):
+        asked = "why", "mm_bf16", "m=192", f"n={n}", "k=14336", "--target", "sm_90a", "--compile"
+        (call,) = cli.json(*asked)["calls"]
+        assert any("k split by 4" in words for words, _ in call["launches"][0]["predicted"]) == splits
+
+
 def test_why_predicts_the_times_of_both_products_of_experts(cli: Cli) -> None:
     calls = cli.json("why", "cutlass_fused_moe", "num_tokens=4096", "--target", "sm_90a", "--compile")["calls"]
     predicted = {call["op"]: call["launches"][0]["predicted"] for call in calls if call["launches"]}

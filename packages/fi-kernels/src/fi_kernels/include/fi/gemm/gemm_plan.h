@@ -14,10 +14,11 @@ namespace fi {
 #if FI_CUDA
 
 // Clusters of so many CTAs that run at a time, where each CTA takes an SM: SMs come in groups of different sizes. Asked
-// once for each device.
+// once for each device. A rehearsal has those of an H200, whose groups of SMs leave some without a cluster.
 inline int64_t gemm_clusters(const Kernel& kernel, unsigned ctas, DLDevice device) {
   static cu::OfDevices<int> known[kGemmSplits + 1];
-  if (ctas == 1 || !kernel.library) return kernel.multiprocessors(device) / ctas;
+  constexpr int64_t kSms = 132, kOfSms[kGemmSplits + 1] = {0, 132, 66, 36, 30};
+  if (ctas == 1 || !kernel.library) return kernel.multiprocessors(device) * kOfSms[ctas] / kSms;
   std::atomic<int>& count = known[ctas][device.device_id];
   int found = count.load(std::memory_order_relaxed);
   if (found) return found;

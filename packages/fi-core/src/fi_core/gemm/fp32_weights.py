@@ -99,7 +99,7 @@ def mm_bf16_fp32(
     Args:
         a: `[m, k]`, bf16; rows may be strided. For each 16 tokens the weights are read once more.
         b: `[n, k]`, fp32; rows may be strided. Loads are fastest with k and strides that are multiples of 4.
-        out: `[m, n]`, fp32; allocated if None.
+        out: `[m, n]`, fp32, in memory of its own; allocated if None.
         enable_pdl: programmatic dependent launch; None means on where the hardware has it.
 
     Returns:

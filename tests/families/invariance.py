@@ -117,7 +117,7 @@ class Rows(NamedTuple):
         known = inspect.signature(template.make).parameters if multiplies and template.make else ()
         sizes = {name: size for name, size in SIZES.items() if name in known}
         arguments = {k: moved(v, device) for k, v in template.sample(generator=seed, **sizes).items()}
-        if "indices" in template.inputs:  # of rows of logits
+        if len(getattr(template.inputs.get("indices"), "dim_names", ())) == 1:  # of rows of logits
             first = next(iter(template.inputs))
             arguments["indices"] = torch.arange(len(arguments[first]), dtype=torch.int32, device=device)
         name, ((part, dim), *_) = next((n, at) for n, at in self.dims().items() if arguments.get(n) is not None)

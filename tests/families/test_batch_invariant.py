@@ -29,7 +29,8 @@ UNJUDGED = {
     **dict.fromkeys(
         ("append_paged_kv_cache", "append_paged_mla_kv_cache", "nvfp4_quantize_append_paged_kv_cache",
          "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "nvfp4_quantize_append_paged_mla_kv_cache",
-         "block_scale_interleave", "packbits", "segment_packbits", "get_batch_indices_positions", "get_seq_lens"),
+         "append_sparse_mla_kv_cache", "block_scale_interleave", "packbits", "segment_packbits",
+         "get_batch_indices_positions", "get_seq_lens"),
         "copies or quantizes elements: nothing is summed over rows",
     ),
     **dict.fromkeys(

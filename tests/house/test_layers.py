@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "decode",
         "mla",
         "deep_gemm",
+        "flash_mla",
         "fp4_quantization",
         "fp8_quantization",
         "gdn_decode",

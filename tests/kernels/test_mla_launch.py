@@ -103,6 +103,19 @@ def test_sparse_tables_are_gathered(mla: Mla) -> None:
     assert launch["name"] == "batch_mla_wgmma_gather" and parameters(launch, "BatchMlaParams")["sparse"] == 1
 
 
+def test_packed_pages_are_widened_by_a_kernel_of_their_own(mla: Mla) -> None:
+    """Slots are divided by the tokens of a page; rows of 584 bytes are no obstacle, a page at 8 bytes is."""
+    packed = Tensor(CKV, (32, 64, 584), "u8", (65 * 576, 584, 1))
+    none = {"q_pe": Tensor(Q, (BATCH, 64, 0), "bf16"), "kpe_cache": Tensor(CKV, (32, 64, 0), "u8")}
+    launch = attention(mla(64, 64, "packed_sm80", sparse=True, ckv_cache=packed, **none))
+    p = parameters(launch, "BatchMlaParams")
+    assert launch["name"] == "batch_mla_packed_3" and launch["grid"] == [RANGES, 1, 1]
+    assert (p["is_packed"], p["ckv_page"], p["last_page"], p["tile_rows"]) == (1, 65 * 576, 32 * 64 - 1, 16)
+    odd = Tensor(CKV, (32, 64, 584), "u8", (64 * 584 + 8, 584, 1))
+    with pytest.raises(ValueError, match="pages at multiples of 16 bytes"):
+        mla(64, 64, "packed_sm80", sparse=True, ckv_cache=odd, **none)
+
+
 def test_refusals_name_the_argument(mla: Mla) -> None:
     odd = Tensor(CKV + 2, (32, 64, 512), "bf16", (576 * 64, 576, 1))
     for change, words in (

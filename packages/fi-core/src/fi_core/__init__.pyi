@@ -19,6 +19,7 @@ from fi_core import decode as decode
 from fi_core import deep_gemm as deep_gemm
 from fi_core import dsa_indexer as dsa_indexer
 from fi_core import errors as errors
+from fi_core import flash_mla as flash_mla
 from fi_core import fp4_quantization as fp4_quantization
 from fi_core import fp8_quantization as fp8_quantization
 from fi_core import fused_moe as fused_moe

@@ -16,7 +16,7 @@ from fi_core.runtime.spec.target import CPU, cuda_target
 if TYPE_CHECKING:
     from fi_core.observe.trace import Described
 
-# The modules that declare the ops of a family, where it is not the one of that name.
+# The modules that declare or describe the ops of a family, where it is not the one of that name.
 _MODULES = {
     "attention": (
         "attention.merge",
@@ -24,6 +24,7 @@ _MODULES = {
         "attention.ops.mla",
         "attention.ops.prefill",
         "attention.ops.single",
+        "flash_mla",
     ),
     "linear_attention": ("gdn_decode", "gdn_prefill", "mamba"),
 }

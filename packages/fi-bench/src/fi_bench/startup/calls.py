@@ -164,6 +164,7 @@ def _caches(x: _Inputs) -> Calls:
         "append_paged_mla_kv_cache": lambda: (
             rand(2, 512), rand(2, 64), *table(), rand(4, 16, 512), rand(4, 16, 64), *x.pages()
         ),
+        "page.append_sparse_mla_kv_cache": lambda: (rand(2, 576), x.bytes(4, 16, 1, 656), ints(0, 17)),
         "nvfp4_quantize_append_paged_kv_cache": lambda: (
             rand(2, 8, 128), rand(2, 8, 128), *table(), *(
                 x.bytes(4, 2, 16, 8, n) for n in (64, 8)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.observe.log import fi_api
 from fi_core.page import trace
+from fi_core.page.latent import append_sparse_mla_kv_cache as append_sparse_mla_kv_cache
 from fi_core.page.nvfp4 import (
     nvfp4_quantize_append_paged_kv_cache as nvfp4_quantize_append_paged_kv_cache,
 )

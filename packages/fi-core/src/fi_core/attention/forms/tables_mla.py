@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fi_core.attention.contract import check_workspace, flat_tables, number, results
 from fi_core.attention.ops import mla as ops
 from fi_core.observe.log import fi_api
+from fi_core.page.latent import WIDTH, latent_cache
 from fi_core.runtime.invariance import is_on
 from fi_core.runtime.returns import with_lse
 from fi_core.utils import round_up
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     Scale = float | torch.Tensor
 
 _LSE_BASES = {None: False, "base2": False, "basee": True}
-_WIDTH = ops.LATENT + ops.ROPE
-# A row of DeepSeek V3.2's cache: 512 e4m3, a fp32 scale of each 128, 64 bf16 of the rotary part.
-_ROW_SCALES, _ROW_ROPE, _ROW_BYTES = ops.LATENT, ops.LATENT + 16, ops.LATENT + 16 + 2 * ops.ROPE
 _SCALE_FORMATS = ("auto", "arbitrary_fp32", "pow2_fp32", "ue8m0")
 
 
@@ -40,54 +38,10 @@ def _check_words(lse_base: str | None, scale_format: str, kv_lora_rank: int, qk_
 
 def _rows(query: torch.Tensor, varying: bool) -> tuple[torch.Tensor, int]:
     """The rows of q, and those of each request; 0 where requests differ. Raises ValueError."""
-    if query.ndim != (3 if varying else 4) or query.shape[-1] != _WIDTH or not query.shape[-2]:
+    if query.ndim != (3 if varying else 4) or query.shape[-1] != WIDTH or not query.shape[-2]:
         required = "[tokens, heads, 576]" if varying else "[batch_size, q_len, heads, 576]"
         raise ValueError(f"query: {required} is required, of 1 head or more; got {tuple(query.shape)}")
     return (query, 0) if varying else (query.flatten(0, 1), query.shape[1])
-
-
-class _Cache(NamedTuple):
-    ckv: torch.Tensor
-    kpe: torch.Tensor
-    scales: torch.Tensor | None
-
-
-def _cache_of(kv_cache: torch.Tensor, sparse: bool, query: torch.Tensor) -> _Cache:
-    """The parts of a cache `[num_pages, page_size, width]`, of sparse attention as `[slots, 1, width]`.
-
-    Raises:
-        ValueError: kv_cache.
-    """
-    import torch
-
-    cache = kv_cache.squeeze(1) if kv_cache.ndim == 4 and kv_cache.shape[1] == 1 else kv_cache
-    mixed = cache.ndim == 3 and cache.shape[-1] == _ROW_BYTES and cache.element_size() == 1
-    if not mixed and (cache.ndim != 3 or cache.shape[-1] != _WIDTH):
-        raise ValueError(
-            f"kv_cache: [num_pages, page_size, {_WIDTH}], rows of {_ROW_BYTES} bytes, or either with an axis of 1 "
-            f"behind num_pages, is required; got {kv_cache.dtype}, shape {tuple(kv_cache.shape)}"
-        )
-    pages, page_size, width = cache.shape
-    if sparse:
-        if pages > 1 and cache.stride(0) != page_size * cache.stride(1):
-            raise ValueError(
-                f"kv_cache: pages side by side are required for sparse indices; got strides {cache.stride()}"
-            )
-        cache = cache.as_strided((pages * page_size, 1, width), (cache.stride(1), cache.stride(1), cache.stride(2)))
-    if not mixed:
-        return _Cache(cache[..., : ops.LATENT], cache[..., ops.LATENT :], None)
-    if query.dtype is not torch.bfloat16:
-        raise ValueError(f"query: torch.bfloat16 is required with rows of {_ROW_BYTES} bytes; got {query.dtype}")
-    if cache.stride(2) != 1 or any(x % 16 for x in (*cache.stride()[:2], cache.storage_offset())):
-        raise ValueError(
-            f"kv_cache: contiguous rows at multiples of 16 bytes are required; got strides {cache.stride()}, offset "
-            f"{cache.storage_offset()}"
-        )
-    return _Cache(
-        cache[..., : ops.LATENT].view(torch.float8_e4m3fn),
-        cache[..., _ROW_ROPE:].view(torch.bfloat16),
-        cache[..., _ROW_SCALES:_ROW_ROPE].view(torch.float32),
-    )
 
 
 def _scale(value: Scale, name: str) -> tuple[float, torch.Tensor | None]:
@@ -216,12 +170,13 @@ def trtllm_batch_decode_with_kv_cache_mla(
     out, lse = results(query, shape, out, lse, return_lse, query.dtype, q.shape[:2])
     causal = not sparse and q_len != 1
     context = _context(enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, sparse, causal)
-    cache = _cache_of(kv_cache, sparse, query)
+    rows = kv_cache.squeeze(1) if kv_cache.ndim == 4 and kv_cache.shape[1] == 1 else kv_cache
+    cache = latent_cache("kv_cache", rows, query, sparse)
     if sparse:
-        tables = _sparse_tables(block_tables, sparse_mla_top_k, sparse_mla_top_k_lens, q.shape[0])
+        tables = sparse_tables(block_tables, sparse_mla_top_k, sparse_mla_top_k_lens, q.shape[0])
     else:
-        tables = _dense_tables(block_tables, seq_lens, cum_seq_lens_q, q_len)
-    size, schedule, partials = _plan(workspace_buffer, cache, q, tables, context)
+        tables = dense_tables(block_tables, seq_lens, cum_seq_lens_q, q_len)
+    size, schedule, partials = plan_in(workspace_buffer, 1 if sparse else cache.ckv.shape[1], q, tables, context)
     scale, score_scale = _scale(bmm1_scale, "bmm1_scale")
     value_scale, out_scale = _scale(bmm2_scale, "bmm2_scale")
     if not value_scale > 0:
@@ -260,7 +215,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     )  # fmt: skip
 
 
-class _Tables(NamedTuple):
+class Tables(NamedTuple):
     """The page table of a call, flat with `width` entries a request, and lengths.
 
     lengths: of each request; None: all its entries. indptr: offsets of query tokens; None: q_len each.
@@ -276,13 +231,13 @@ class _Tables(NamedTuple):
         return q.shape[0] if self.lengths is None else self.lengths.numel()
 
 
-def _dense_tables(block_tables: torch.Tensor, seq_lens: Any, indptr: torch.Tensor | None, q_len: int) -> _Tables:
+def dense_tables(block_tables: torch.Tensor, seq_lens: Any, indptr: torch.Tensor | None, q_len: int) -> Tables:
     if seq_lens is None:
         raise ValueError("seq_lens: [batch_size] is required without sparse_mla_top_k; got None")
-    return _Tables(*flat_tables(block_tables), seq_lens, indptr, q_len)
+    return Tables(*flat_tables(block_tables), seq_lens, indptr, q_len)
 
 
-def _sparse_tables(block_tables: torch.Tensor, top_k: int, lens: torch.Tensor | None, tokens: int) -> _Tables:
+def sparse_tables(block_tables: torch.Tensor, top_k: int, lens: torch.Tensor | None, tokens: int) -> Tables:
     """The tables of sparse attention, in which each query token is a request of its own."""
     if block_tables.shape[-1] != top_k or block_tables.numel() != tokens * top_k or not block_tables.is_contiguous():
         raise ValueError(
@@ -291,11 +246,11 @@ def _sparse_tables(block_tables: torch.Tensor, top_k: int, lens: torch.Tensor | 
         )
     if lens is not None and lens.numel() != tokens:
         raise ValueError(f"sparse_mla_top_k_lens: {tokens} lengths are required; got {lens.numel()}")
-    return _Tables(block_tables.view(-1), top_k, None if lens is None else lens.view(-1), None, 1)
+    return Tables(block_tables.view(-1), top_k, None if lens is None else lens.view(-1), None, 1)
 
 
-def _plan(
-    workspace: torch.Tensor, cache: _Cache, q: torch.Tensor, tables: _Tables, context: torch.Tensor | None
+def plan_in(
+    workspace: torch.Tensor, page_size: int, q: torch.Tensor, tables: Tables, context: torch.Tensor | None = None
 ) -> tuple[ops.Sizes, torch.Tensor, torch.Tensor]:
     """The grid, the schedules, which are planned at the beginning of the workspace, and the partials behind them."""
     import torch
@@ -307,7 +262,7 @@ def _plan(
         raise ValueError(f"workspace_buffer: more than {first} bytes are required; got {flat.numel()}")
     size, schedule, partials = ops.place(flat[:first], flat[first:], heads, batch_size)
     ops.mla_plan(
-        schedule, tables.lengths, cache.ckv.shape[1], heads, size.max_ranges, size.narrow_ranges, size.wide_ranges,
+        schedule, tables.lengths, page_size, heads, size.max_ranges, size.narrow_ranges, size.wide_ranges,
         ops.NARROW_ROWS, ops.WIDE_ROWS * size.cluster, qo_indptr=tables.indptr, pages_per_request=tables.width,
         qo_len=tables.q_len, context_lens=context, batch_size=batch_size, split_kv=not is_on(),
     )  # fmt: skip

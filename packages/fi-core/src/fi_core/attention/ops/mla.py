@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.attention.ops.request import plan_implementations
 from fi_core.observe.describe import words
+from fi_core.page.latent import LATENT as LATENT
+from fi_core.page.latent import ROPE as ROPE
+from fi_core.page.latent import WIDTH
 from fi_core.runtime.launch.operator import operator, operators
 from fi_core.runtime.machine import multiprocessors_of, target_of
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least, exactly
@@ -21,10 +24,8 @@ from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Valu
 if TYPE_CHECKING:
     import torch
 
-LATENT, ROPE = 512, 64  # kMlaLatent and kMlaRope of batch_mla.h
 NARROW_ROWS, WIDE_ROWS = 16, 64  # packed query rows of a CTA
 _CPU_RANGES = 64
-_WIDTH = LATENT + ROPE
 
 # schedule: int32 `[2, words]`, of which `words_of` gives the size. kv_len: int32 or int64 `[batch_size]`, tokens in the
 # cache; without it each of batch_size requests has what its pages hold. qo_indptr: int32 `[batch_size + 1]`; without it
@@ -63,7 +64,7 @@ _STAGE_KEYS = 32
 
 def _mma_entry(axes: Values, stages: int) -> Entry:
     q, kv = DTYPES[axes["q"]], DTYPES[axes["kv"]]
-    pitch, fp8 = 2 * _WIDTH + 16, kv.bytes == 1
+    pitch, fp8 = 2 * WIDTH + 16, kv.bytes == 1
     raw = LATENT + 2 * ROPE + 16 if fp8 else pitch
     shared = stages * _STAGE_KEYS * (raw + 1) + NARROW_ROWS * pitch + 512 * (stages if fp8 else 1)
     shared += (4 if fp8 else 1) * NARROW_ROWS * (_STAGE_KEYS + 8) * 2 + 512 + 256
@@ -75,6 +76,16 @@ def _mma_unit(axes: Values) -> Unit:
     """mma.sync for any device: 163 KB of shared memory (sm_80), else 99 KB (sm_86, sm_89, sm_120)."""
     entries = tuple(_mma_entry(axes, stages) for stages in ((4, 3) if axes["kv"] == "e4m3" else (3, 2)))
     return Unit("fi/attention/mla/batch_mla.cuh", "BatchMlaParams", entries)
+
+
+def _packed_unit(axes: Values) -> Unit:
+    """Packed pages, of which rows are widened on their way to stages of 16 bits."""
+    like = _mma_unit({"q": "bf16", "kv": "bf16"})
+    entries = tuple(
+        entry._replace(name=f"batch_mla_packed_{stages}", body=f"batch_mla_packed<{stages}, {entry.shared_bytes}>")
+        for entry, stages in zip(like.entries, (3, 2))
+    )
+    return Unit(like.header, like.params, entries)
 
 
 def _narrow_unit(axes: Values) -> Unit:
@@ -111,7 +122,7 @@ def _wgmma_unit(axes: Values) -> Unit:
 # rows: "narrow" if the requests have at most 16 packed query rows (tokens times heads) on average, else "wide".
 FIELDS = {
     "q": Field(("f16", "bf16"), "bf16"),
-    "kv": Field(("f16", "bf16", "e4m3"), "bf16"),
+    "kv": Field(("f16", "bf16", "e4m3", "u8"), "bf16"),
     "rows": Field(("narrow", "wide"), "narrow"),
     "has_rope": Field((False, True), True),
     "sparse": Field((False, True), False),
@@ -121,6 +132,8 @@ FIELDS = {
 _WIDE = (Constraint("has_rope", "==", True), Constraint("rows", "==", "wide"))
 _16_BIT_KEYS = Constraint("kv", "in", ("f16", "bf16"))
 _FP8_KEYS = (Constraint("q", "==", "bf16"), Constraint("kv", "==", "e4m3"))
+_PLAIN_KEYS = Constraint("kv", "in", ("f16", "bf16", "e4m3"))
+_PACKED_KEYS = (Constraint("q", "==", "bf16"), Constraint("kv", "==", "u8"), Constraint("sparse", "==", True))
 
 
 def _types(values: Values) -> Values:
@@ -129,10 +142,13 @@ def _types(values: Values) -> Values:
 
 # out, q_nope: `[tokens, heads, 512]`, fp16 or bf16. lse: fp32 `[tokens, heads]` contiguous, or None. q_pe: `[tokens,
 # heads, 64]`. ckv_cache: `[num_pages, page_size, 512]`, kpe_cache: `[num_pages, page_size, 64]`, of q's dtype or e4m3;
-# with e4m3 ckv_cache kpe_cache may be of q's dtype, with kpe_scale = ckv_scale.
+# with e4m3 ckv_cache kpe_cache may be of q's dtype, with kpe_scale = ckv_scale. Packed pages: uint8 ckv_cache
+# `[num_pages, page_size, 584]`, of which the last axis is a size only (batch_mla.h), without kpe_cache.
 # Any strides with a contiguous last dimension, rows aligned to 16 bytes. q_pe and kpe_cache have width 0 without rope.
 # ckv_scales: fp32 `[num_pages, page_size, 4]` with e4m3, scales of 128 columns each. page_indices: int32, contiguous;
-# sparse: slots of the cache (page_size 1), -1 is no token.
+# sparse: slots of the cache (page_size 1), -1 is no token; any_index: nor is what the cache does not have.
+# score_stats: fp32 `[2, tokens, heads]`, the largest score of each row and the lse without sinks, natural; -inf and inf
+# without keys.
 # sinks: fp32 `[heads]`, a logit that joins the softmax of each head. score_scale, out_scale: fp32 `[1]`, factors of
 # scores and output. cp_world, cp_rank: token j of a request here is token j * cp_world + cp_rank of its context.
 # workspace, schedule, max_ranges, narrow_ranges, wide_ranges, cluster, batch_size: of the plan. In the schedule the
@@ -144,21 +160,22 @@ BATCH_MLA = Op(
     "Tensor ckv_cache, Tensor kpe_cache, Tensor page_indices, int batch_size, int max_ranges, int narrow_ranges, "
     "int wide_ranges, int cluster, float sm_scale, bool causal=False, float ckv_scale=1.0, float kpe_scale=1.0, "
     "Tensor? ckv_scales=None, bool lse_base_e=False, bool sparse=False, Tensor? sinks=None, Tensor? score_scale=None, "
-    "Tensor? out_scale=None, int cp_world=1, int cp_rank=0, bool? enable_pdl=None, int num_heads=0, int page_size=0, "
-    'str backend="auto"',
+    "Tensor? out_scale=None, Tensor(e!)? score_stats=None, bool any_index=False, int cp_world=1, int cp_rank=0, "
+    'bool? enable_pdl=None, int num_heads=0, int page_size=0, str backend="auto"',
     planned=words(
         "workspace schedule page_indices batch_size max_ranges narrow_ranges wide_ranges cluster sm_scale causal",
         "num_heads page_size enable_pdl backend",
     ),
     fields=FIELDS,
-    axes={"q": ("f16", "bf16"), "kv": ("f16", "bf16", "e4m3")},
+    axes={"q": ("f16", "bf16"), "kv": ("f16", "bf16", "e4m3", "u8")},
     config=MlaConfig,
     implementations=(
         Implementation("cpu", ON_CPU, axes=_types, backends=("cpu", "fa2")),
         Implementation("wgmma_sm90", (*exactly(90), _16_BIT_KEYS, *_WIDE), _wgmma_unit, _types, ("fa3",)),
         Implementation("wgmma_fp8_sm90", (*exactly(90), *_FP8_KEYS, *_WIDE), _wgmma_unit, _types, ("fa3",)),
-        Implementation("narrow_sm90", exactly(90), _narrow_unit, _types, ("fa3",)),
-        Implementation("mma_sm80", at_least(80), _mma_unit, _types, ("fa2",)),
+        Implementation("narrow_sm90", (*exactly(90), _PLAIN_KEYS), _narrow_unit, _types, ("fa3",)),
+        Implementation("mma_sm80", (*at_least(80), _PLAIN_KEYS), _mma_unit, _types, ("fa2",)),
+        Implementation("packed_sm80", (*at_least(80), *_PACKED_KEYS), _packed_unit, _types, ("fa2",)),
     ),
     prebuilt=tuple(  # the models are bf16
         {"q": "bf16", "kv": kv, "rows": rows} for kv in ("bf16", "e4m3") for rows in ("narrow", "wide")

@@ -36,11 +36,11 @@ void check_tables(const Kernel& kernel, const BatchMlaArgs& a, const BatchMlaPar
              "%s must have entries %lld to %lld for query token %lld; got %lld", table.name(),
              static_cast<long long>(page), static_cast<long long>(page + kv_len), static_cast<long long>(b),
              static_cast<long long>(table.size()));
-    for (int64_t i = page; i < page + kv_len; ++i)
-      FI_CHECK(table[i] >= -1 && table[i] < a.ckv_cache.size(0), ValueError,
+    const int64_t slots = a.any_index ? 0 : a.ckv_cache.size(0) * (p.is_packed ? a.ckv_cache.size(1) : 1);
+    for (int64_t i = page; i < page + kv_len && !a.any_index; ++i)
+      FI_CHECK(table[i] >= -1 && table[i] < slots, ValueError,
                "%s must name slots of the cache, 0 to %lld, or be -1; got %lld at %lld", table.name(),
-               static_cast<long long>(a.ckv_cache.size(0) - 1), static_cast<long long>(table[i]),
-               static_cast<long long>(i));
+               static_cast<long long>(slots - 1), static_cast<long long>(table[i]), static_cast<long long>(i));
   }
 }
 
@@ -54,21 +54,44 @@ BatchMlaRequest request_of(const BatchMlaArgs& a) {
           a.sparse};
 }
 
+// Checks a cache of packed pages, [pages, page_size, 584] bytes, and describes it.
+void describe_packed(const BatchMlaArgs& a, BatchMlaParams& p) {
+  constexpr int64_t kRow = kMlaPackedRow + kMlaPackedScales;
+  const int64_t page_size = a.ckv_cache.size(1), slots = a.ckv_cache.size(0) * page_size;
+  FI_CHECK(a.sparse && a.q_nope.dtype() == kBF16 && !p.has_rope && !a.ckv_scales && a.ckv_scale == 1, TypeError,
+           "ckv_cache of packed pages must come with sparse indices, bf16 queries of width 512 and no other scales");
+  FI_CHECK(a.ckv_cache.stride(1) == kRow && a.ckv_cache.stride(0) % 16 == 0 && slots <= 0x7fffffff, ValueError,
+           "ckv_cache must have tokens %lld bytes apart, pages at multiples of 16 bytes and less than 2^31 tokens; got "
+           "shape %s, strides %lld and %lld",
+           static_cast<long long>(kRow), a.ckv_cache.shape_str().c_str(), static_cast<long long>(a.ckv_cache.stride(0)),
+           static_cast<long long>(a.ckv_cache.stride(1)));
+  FI_CHECK(reinterpret_cast<uintptr_t>(a.ckv_cache.data()) % 16 == 0, ValueError,
+           "ckv_cache must begin at a multiple of 16 bytes");
+  p.is_packed = 1;
+  p.packed_page = divisor(static_cast<uint32_t>(page_size));
+  p.page_size = divisor(1);
+  p.last_page = static_cast<uint32_t>(slots > 0 ? slots - 1 : 0);
+}
+
 void batch_mla(const Kernel& kernel, const BatchMlaArgs& a) {
   // 1 check
   Dim tokens{"tokens"}, heads{"num_heads"}, latent{"512", kMlaLatent}, rope{"64", kMlaRope}, pages{"num_pages"},
-      page_size{"page_size"}, kinds{"2", kMlaSchedules}, words{"words"};
+      page_size{"page_size"}, kinds{"2", kMlaSchedules}, words{"words"},
+      packed{"584", kMlaPackedRow + kMlaPackedScales};
+  const bool is_packed = a.ckv_cache.dtype() == kU8;
   a.q_nope.is({kF16, kBF16}).inner_contiguous().shape(tokens, heads, latent);
   const bool has_rope = a.q_pe.size(-1) > 0 || a.kpe_cache.size(-1) > 0;
   if (has_rope) a.q_pe.like(a.q_nope).inner_contiguous().shape(tokens, heads, rope);
-  a.ckv_cache.is({kF16, kBF16, kE4M3}).on(a.q_nope).inner_contiguous().shape(pages, page_size, latent);
+  a.ckv_cache.is({kF16, kBF16, kE4M3, kU8}).on(a.q_nope).inner_contiguous();
+  a.ckv_cache.shape(pages, page_size, is_packed ? packed : latent);
   const bool fp8 = a.ckv_cache.dtype() == kE4M3, wide_rope = fp8 && has_rope && a.kpe_cache.dtype() == a.q_nope.dtype();
   if (has_rope) a.kpe_cache.like(wide_rope ? a.q_nope : a.ckv_cache).inner_contiguous().shape(pages, page_size, rope);
   FI_CHECK(!wide_rope || a.kpe_scale == a.ckv_scale, ValueError,
            "kpe_scale must be ckv_scale, %g, with kpe_cache of q_nope's type; got %g", a.ckv_scale, a.kpe_scale);
-  if (!fp8) a.ckv_cache.like(a.q_nope);
+  if (!fp8 && !is_packed) a.ckv_cache.like(a.q_nope);
   a.out.like(a.q_nope).inner_contiguous().shape(tokens, heads, latent);
   if (a.lse) a.lse.is({kF32}).on(a.q_nope).contiguous().shape(tokens, heads);
+  if (a.score_stats) a.score_stats.is({kF32}).on(a.q_nope).contiguous().shape(kinds, tokens, heads);
   a.page_indices.is({kI32}).on(a.q_nope).contiguous();
   a.schedule.is({kI32}).on(a.q_nope).contiguous().shape(kinds, words);
   a.workspace.is({kF32}).on(a.q_nope).contiguous();
@@ -87,8 +110,8 @@ void batch_mla(const Kernel& kernel, const BatchMlaArgs& a) {
            static_cast<long long>(a.cp_world));
   FI_CHECK(page_size > 0 && page_size <= 0x7fffffff, ValueError, "ckv_cache must have page_size > 0; got %s",
            a.ckv_cache.shape_str().c_str());
-  FI_CHECK(!a.sparse || page_size == 1, ValueError, "ckv_cache must have page_size 1 for sparse indices; got %lld",
-           static_cast<long long>(page_size));
+  FI_CHECK(!a.sparse || is_packed || page_size == 1, ValueError,
+           "ckv_cache must have page_size 1 for sparse indices; got %lld", static_cast<long long>(page_size));
   FI_CHECK((a.num_heads == 0 || heads == a.num_heads) && (a.page_size == 0 || page_size == a.page_size), ValueError,
            "q_nope and ckv_cache must have the planned %lld heads and pages of %lld tokens; got %s and %s",
            static_cast<long long>(a.num_heads), static_cast<long long>(a.page_size), a.q_nope.shape_str().c_str(),
@@ -114,6 +137,7 @@ void batch_mla(const Kernel& kernel, const BatchMlaArgs& a) {
   p.kpe = a.kpe_cache.data();
   p.out = a.out.data();
   p.lse = a.lse ? a.lse.data<float>() : nullptr;
+  p.score_stats = a.score_stats ? a.score_stats.data<float>() : nullptr;
   p.q_nope_token = a.q_nope.stride(0), p.q_nope_head = a.q_nope.stride(1);
   p.ckv_page = a.ckv_cache.stride(0), p.ckv_token = a.ckv_cache.stride(1);
   p.out_token = a.out.stride(0), p.out_head = a.out.stride(1);
@@ -146,6 +170,7 @@ void batch_mla(const Kernel& kernel, const BatchMlaArgs& a) {
   p.cluster = 1;
   p.causal = a.causal, p.has_rope = has_rope, p.sparse = a.sparse;
   p.wide_rope = wide_rope;
+  if (is_packed) describe_packed(a, p);
   if (kernel.checks_contents(a.q_nope.device())) check_tables(kernel, a, p);
 
   // 3 launch

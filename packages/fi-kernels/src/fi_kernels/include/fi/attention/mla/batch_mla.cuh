@@ -17,8 +17,9 @@
 
 namespace fi {
 
-// A KV tile is one stage. Rows are loaded by cp.async, so pages may have any size.
-template <class T, class KV, int kStages>
+// A KV tile is one stage. Rows are loaded by cp.async, so pages may have any size. kPacked: rows of packed pages are
+// widened on their way, so that their stages are those of a 16-bit cache without a rotary part.
+template <class T, class KV, int kStages, bool kPacked = false>
 struct MlaMmaKernel {
   static constexpr int kRows = 16, kWarps = 8, kThreads = kWarps * 32, kTile = 32;
   static constexpr bool kFp8 = sizeof(KV) == 1;
@@ -92,9 +93,36 @@ struct MlaMmaKernel {
       cp_async_16(shared.scales[stage][key], scales_row(exists ? at.page : 0, at.slot), exists);
     if (chunk == 0) shared.exists[stage][key] = exists;
   }
+  // By eight lanes, of which each widens a chunk of 16 codes of every 128.
+  FI_DEVICE void load_packed_row(int slot, int stage, int key, int chunk) const {
+    const bool exists = slot >= 0;
+    char* row = shared.raw[stage] + key * kRawPitch;
+    const auto from = params.packed_row(exists ? slot : 0);
+    const unsigned long long scales = exists ? *reinterpret_cast<const unsigned long long*>(from.scales) : 0;
+#pragma unroll
+    for (int i = 0; i < kMlaPackedCodes; i += 128) {
+      const int column = i + chunk * 16;
+      if (column >= kMlaPackedCodes) break;
+      const uint4 raw = exists ? load_once(from.row + column, true) : uint4{0, 0, 0, 0};
+      const float scale = mla_power_of_two(static_cast<unsigned>(scales >> (column / kMlaPackedGroup * 8)) & 0xff);
+      const unsigned words[4] = {raw.x, raw.y, raw.z, raw.w};
+      unsigned pairs[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) pairs[k] = mla_scaled(words[k / 2], k % 2 ? kMlaUpper : kMlaLower, scale, T());
+      uint4* to = reinterpret_cast<uint4*>(row + column * 2);
+      to[0] = {pairs[0], pairs[1], pairs[2], pairs[3]}, to[1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
+    }
+    cp_async_16(row + kMlaPackedCodes * 2 + chunk * 16, from.row + kMlaPackedCodes + chunk * 16, exists);
+    cp_async_16(row + kMlaLatent * 2 + chunk * 16, from.row, false);  // no rotary part: zeros
+    if (chunk == 0) shared.exists[stage][key] = exists;
+  }
   FI_DEVICE void load_stage(const MlaWorkTile& s, int stage, int first, int high) const {
     const int key = threadIdx.x / 8;
-    load_row(place(s, first + key, high), stage, key, threadIdx.x % 8);
+    const Place at = place(s, first + key, high);
+    if constexpr (kPacked)
+      load_packed_row(at.page, stage, key, threadIdx.x % 8);
+    else
+      load_row(at, stage, key, threadIdx.x % 8);
   }
 
   // Queries of a work tile: to shared memory, then to registers as operands of all score steps.
@@ -350,13 +378,13 @@ struct MlaMmaKernel {
         const auto at = params.row(row0 + place);
         const int64_t token = s.request.qo_begin + at.token;
         T* out = static_cast<T*>(params.out) + token * params.out_token + at.head * params.out_head + column;
+        const bool leads = warp == 0 && lane % 4 == 0;
+        if (params.score_stats && leads) params.write_stats<CudaMath>(token, at.head, state.row_max[h], total);
         const float factor = params.finish<CudaMath>(at.head, state.row_max[h], total);
         each_pair(state, h, [&](int x, float low, float high) {
           *reinterpret_cast<unsigned*>(out + x) = pack_pair(low * factor, high * factor, T());
         });
-        if (params.lse && warp == 0 && lane % 4 == 0)
-          params.lse[token * params.heads.value + at.head] =
-              softmax_lse<CudaMath>(state.row_max[h], total) * params.lse_factor;
+        if (params.lse && leads) params.write_lse<CudaMath>(token, at.head, state.row_max[h], total);
       } else {
         float* out = params.partial_output(s.partial()) + static_cast<int64_t>(place) * kMlaLatent + column;
         each_pair(state, h, [&](int x, float low, float high) {
@@ -385,6 +413,10 @@ struct MlaMmaKernel {
 template <class T, class KV, int kStages, int kSharedBytes>
 FI_DEVICE void batch_mla_mma(const BatchMlaParams& params) {
   run_in_shared<MlaMmaKernel<T, KV, kStages>, 128, kSharedBytes>(params);
+}
+template <int kStages, int kSharedBytes>
+FI_DEVICE void batch_mla_packed(const BatchMlaParams& params) {
+  run_in_shared<MlaMmaKernel<__nv_bfloat16, __nv_bfloat16, kStages, true>, 128, kSharedBytes>(params);
 }
 
 }  // namespace fi

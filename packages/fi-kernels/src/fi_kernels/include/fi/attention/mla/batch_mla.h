@@ -10,6 +10,10 @@ namespace fi {
 
 constexpr int32_t kMlaLatent = 512, kMlaRope = 64, kMlaWidth = kMlaLatent + kMlaRope, kMlaScaleGroup = 128;
 
+// A page of DeepSeek-V4's cache: rows of 448 e4m3 and 64 bf16, then 8 bytes for each row, of which 7 are ue8m0 scales
+// of 64 columns each.
+constexpr int32_t kMlaPackedCodes = 448, kMlaPackedRow = 576, kMlaPackedScales = 8, kMlaPackedGroup = 64;
+
 // Token j of request b lies in page page_indices[first_page + j / page_size], slot j % page_size. With sparse tables
 // page_size is 1 and an index of -1 is no token. Strides are in elements.
 struct BatchMlaParams {
@@ -21,6 +25,7 @@ struct BatchMlaParams {
   const float* ckv_scales;     // [num_pages * page_size, 4], of 128 columns each; null: none
   void* out;                   // [tokens, heads, 512]
   float* lse;                  // [tokens, heads]; null: none
+  float* score_stats;          // [2, tokens, heads]: largest scores, and lse without sinks, natural; null: none
   int64_t q_nope_token, q_nope_head, q_pe_token, q_pe_head;
   int64_t ckv_page, ckv_token, kpe_page, kpe_token, scales_page, scales_token, out_token, out_head;
   const int32_t* page_indices;
@@ -39,6 +44,9 @@ struct BatchMlaParams {
   int32_t causal, has_rope, sparse;
   int32_t rank;       // token j of a request here is token j ranks + rank of its context
   int32_t wide_rope;  // e4m3 ckv with a kpe of q's type; rope_factor is 1
+  // Of packed pages: ckv are bytes, ckv_page the bytes of a page, and an entry of page_indices is a slot.
+  Divisor packed_page;  // tokens of a page
+  int32_t is_packed;
 
   FI_HOST_DEVICE MlaSchedule view() const { return {schedule, max_ranges, batch}; }
 
@@ -83,11 +91,36 @@ struct BatchMlaParams {
   // Adds the sink of a head to the state of a row; returns the factor of its output.
   template <class Math>
   FI_HOST_DEVICE float finish(int32_t head, float& row_max, float& row_sum) const {
-    const float rescale = sinks ? add_sink<Math>(sinks[head], row_max, row_sum) : 1.f;
+    constexpr float kWhole = 1e30f;  // takes the whole softmax, as infinity does; inf - inf would be NaN
+    const float rescale = sinks ? add_sink<Math>(sinks[head] < kWhole ? sinks[head] : kWhole, row_max, row_sum) : 1.f;
     return rescale * inverse_row_sum(row_sum) * (out_scales ? out_scale * *out_scales : out_scale);
+  }
+  FI_HOST_DEVICE int64_t state_of(int64_t token, int32_t head) const { return token * heads.value + head; }
+  template <class Math>
+  FI_HOST_DEVICE void write_lse(int64_t token, int32_t head, float row_max, float row_sum) const {
+    lse[state_of(token, head)] = softmax_lse<Math>(row_max, row_sum) * lse_factor;
+  }
+  // Writes the state of a row before its sink is added.
+  template <class Math>
+  FI_HOST_DEVICE void write_stats(int64_t token, int32_t head, float row_max, float row_sum) const {
+    constexpr float kLn2 = 1.f / kLog2e;
+    float* at = score_stats + state_of(token, head);
+    *at = row_max * kLn2;
+    at[state_of(tokens, 0)] = row_sum == 0.f ? -kMinusInf : softmax_lse<Math>(row_max, row_sum) * kLn2;
   }
   FI_HOST_DEVICE int64_t ckv_offset(int32_t page, int32_t slot) const { return page * ckv_page + slot * ckv_token; }
   FI_HOST_DEVICE int64_t kpe_offset(int32_t page, int32_t slot) const { return page * kpe_page + slot * kpe_token; }
+  // A row of packed pages, and its scales.
+  struct PackedRow {
+    const char *row, *scales;
+  };
+  FI_HOST_DEVICE PackedRow packed_row(int32_t slot) const {
+    const auto page = static_cast<int32_t>(divide(static_cast<uint32_t>(slot), packed_page));
+    const auto size = static_cast<int32_t>(packed_page.value);
+    const char* from = static_cast<const char*>(ckv) + page * ckv_page;
+    const int64_t place = slot - page * size;
+    return {from + place * kMlaPackedRow, from + int64_t{size} * kMlaPackedRow + place * kMlaPackedScales};
+  }
 };
 
 }  // namespace fi

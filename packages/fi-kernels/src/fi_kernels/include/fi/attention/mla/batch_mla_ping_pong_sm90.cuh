@@ -441,13 +441,13 @@ struct MlaPingPongKernel {
         const auto at = params.row(row0 + place);
         const int64_t token = s.request.qo_begin + at.token;
         T* out = static_cast<T*>(params.out) + token * params.out_token + at.head * params.out_head + column;
+        const bool leads = warp == 0 && lane % 4 == 0;
+        if (params.score_stats && leads) params.write_stats<CudaMath>(token, at.head, row_max[h], row_sum[h]);
         const float factor = params.finish<CudaMath>(at.head, row_max[h], row_sum[h]);
         each_pair(o, h, [&](int x, float low, float high) {
           *reinterpret_cast<unsigned*>(out + x) = pack_pair(low * factor, high * factor, T());
         });
-        if (params.lse && warp == 0 && lane % 4 == 0)
-          params.lse[token * params.heads.value + at.head] =
-              softmax_lse<CudaMath>(row_max[h], row_sum[h]) * params.lse_factor;
+        if (params.lse && leads) params.write_lse<CudaMath>(token, at.head, row_max[h], row_sum[h]);
       } else {
         float* out = params.partial_output(s.partial()) + static_cast<int64_t>(place) * kMlaLatent + column;
         each_pair(o, h, [&](int x, float low, float high) {

@@ -318,7 +318,8 @@ struct MlaWgmmaKernel {
         const int64_t token = s.request.qo_begin + at.token;
         T* out = static_cast<T*>(params.out) + token * params.out_token + at.head * params.out_head + group * 256 +
                  lane % 4 * 8;
-        const float factor = params.finish<CudaMath>(at.head, rows.row_max[h], total[h]);
+        float row_max = rows.row_max[h], row_sum = total[h];
+        const float factor = params.finish<CudaMath>(at.head, row_max, row_sum);
 #pragma unroll
         for (int block = 0; block < 32; block += 4) {
           unsigned words[4];
@@ -330,9 +331,10 @@ struct MlaWgmmaKernel {
           const uint4 piece = transpose_of_four(words);
           if (exists) store_global(out + block * 8, piece);
         }
-        if (params.lse && exists && group == 0 && lane % 4 == 0)
-          params.lse[token * params.heads.value + at.head] =
-              softmax_lse<CudaMath>(rows.row_max[h], total[h]) * params.lse_factor;
+        if (exists && group == 0 && lane % 4 == 0) {
+          if (params.lse) params.write_lse<CudaMath>(token, at.head, row_max, row_sum);
+          if (params.score_stats) params.write_stats<CudaMath>(token, at.head, rows.row_max[h], total[h]);
+        }
       } else {
         const int place = r - s.q_tile * params.tile_rows;
         float* out =

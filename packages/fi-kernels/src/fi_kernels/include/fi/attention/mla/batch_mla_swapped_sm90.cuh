@@ -345,10 +345,11 @@ struct MlaSwappedKernel {
     for (int c = 0; c < 4; ++c) {
       const int r = row0 + row_of(lane, c);
       const auto at = params.row(r < count ? r : 0);
+      const int64_t token = s.request.qo_begin + at.token;
+      const bool leads = r < count && group == 0 && warp == 0 && lane < 4;
+      if (params.score_stats && leads) params.write_stats<CudaMath>(token, at.head, rows.row_max[c], total[c]);
       factors[c] = params.finish<CudaMath>(at.head, rows.row_max[c], total[c]);
-      if (params.lse && r < count && group == 0 && warp == 0 && lane < 4)
-        params.lse[(s.request.qo_begin + at.token) * static_cast<int64_t>(params.heads.value) + at.head] =
-            softmax_lse<CudaMath>(rows.row_max[c], total[c]) * params.lse_factor;
+      if (params.lse && leads) params.write_lse<CudaMath>(token, at.head, rows.row_max[c], total[c]);
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {

@@ -31,8 +31,8 @@ class CpuBatchMla {
   CpuBatchMla(const BatchMlaParams& p, DType q, DType kv)
       : p_(p),
         load_q_(cpu::row_loader(q)),
-        load_kv_(cpu::row_loader(kv)),
-        load_rope_(cpu::row_loader(p.wide_rope ? q : kv)),
+        load_kv_(cpu::row_loader(p.is_packed ? kE4M3 : kv)),
+        load_rope_(cpu::row_loader(p.wide_rope || p.is_packed ? q : kv)),
         store_(cpu::row_storer(q)),
         q_bytes_(q.bytes()),
         kv_bytes_(kv.bytes()),
@@ -82,13 +82,11 @@ class CpuBatchMla {
     }
     for (int32_t h = 0; h < heads; ++h) {
       float* o = out + h * kMlaLatent;
+      if (p_.score_stats) p_.write_stats<CpuMath>(row, task.head + h, row_max[h], row_sum[h]);
       mla_scale(o, p_.finish<CpuMath>(task.head + h, row_max[h], row_sum[h]), kMlaLatent);
       store_(o, static_cast<char*>(p_.out) + (row * p_.out_token + (task.head + h) * p_.out_head) * q_bytes_,
              kMlaLatent);
-      if (p_.lse) {
-        const float lse = softmax_lse<CpuMath>(row_max[h], row_sum[h]);
-        p_.lse[row * static_cast<int32_t>(p_.heads.value) + task.head + h] = lse * p_.lse_factor;
-      }
+      if (p_.lse) p_.write_lse<CpuMath>(row, task.head + h, row_max[h], row_sum[h]);
     }
   }
 
@@ -97,10 +95,15 @@ class CpuBatchMla {
     int32_t found = 0;
     for (int32_t i = 0; i < count; ++i) {
       const auto key = static_cast<uint32_t>(first + i), index = divide(key, p_.page_size);
-      const int32_t page = p_.page_indices[request.first_page + static_cast<int32_t>(index)];
+      const int64_t entry = request.first_page + static_cast<int32_t>(index);
+      const int32_t page = p_.sparse ? p_.page(entry) : p_.page_indices[entry];
       const auto slot = static_cast<int32_t>(key - index * p_.page_size.value);
       if (p_.sparse && page < 0) continue;
       float* to = keys + found++ * kMlaWidth;
+      if (p_.is_packed) {
+        load_packed(page, to);
+        continue;
+      }
       load_kv_(at(p_.ckv, p_.ckv_offset(page, slot), kv_bytes_), to, kMlaLatent);
       if (p_.ckv_scales) {
         const float* scales = p_.ckv_scales + page * p_.scales_page + slot * p_.scales_token;
@@ -111,6 +114,16 @@ class CpuBatchMla {
       if (p_.has_rope) load_rope_(at(p_.kpe, p_.kpe_offset(page, slot), rope_bytes_), to + kMlaLatent, kMlaRope);
     }
     return found;
+  }
+
+  // A row of packed pages.
+  void load_packed(int32_t slot, float* to) const {
+    const auto from = p_.packed_row(slot);
+    load_kv_(from.row, to, kMlaPackedCodes);
+    for (int32_t g = 0; g < kMlaPackedCodes / kMlaPackedGroup; ++g)
+      mla_scale(to + g * kMlaPackedGroup, cpu::ue8m0_to_float(static_cast<uint8_t>(from.scales[g])), kMlaPackedGroup);
+    load_rope_(from.row + kMlaPackedCodes, to + kMlaPackedCodes, kMlaLatent - kMlaPackedCodes);
+    std::fill_n(to + kMlaLatent, kMlaRope, 0.f);
   }
 
   void add_tile(const float* q, const float* keys, int32_t count, float* out, float& row_max, float& row_sum) const {

@@ -25,8 +25,9 @@ inline void describe_cache(const Kernel& kernel, TensorMap& map, const Tensor& c
 inline void launch_batch_mla(const Kernel& kernel, BatchMlaParams& p, const BatchMlaArgs& a, int64_t schedule_words,
                              bool pdl) {
   std::initializer_list<Tensor> all = {a.q_nope, a.ckv_cache, a.out},
-                                with_rope = {a.q_nope, a.q_pe, a.ckv_cache, a.kpe_cache, a.out};
-  const int64_t alignment = alignment_of(p.has_rope ? with_rope : all);
+                                with_rope = {a.q_nope, a.q_pe, a.ckv_cache, a.kpe_cache, a.out},
+                                packed = {a.q_nope, a.out};
+  const int64_t alignment = alignment_of(p.is_packed ? packed : p.has_rope ? with_rope : all);
   FI_CHECK(alignment == 16, ValueError,
            "q_nope, q_pe, ckv_cache, kpe_cache and out must have rows at multiples of 16 bytes; got %lld",
            static_cast<long long>(alignment));

@@ -48,6 +48,18 @@ FI_DEVICE unsigned mla_dequantize(unsigned word, unsigned selector, __half) {
   return mla_shifted(word, selector, __half());
 }
 
+// The value of a ue8m0 code; 255 is NaN.
+FI_DEVICE float mla_power_of_two(unsigned code) {
+  return __uint_as_float(code == 255 ? 0x7fc00000u : code ? code << 23 : 0x00400000u);
+}
+// Two e4m3 times a power of two, of any size: as numbers of fp32, which become bf16.
+FI_DEVICE unsigned mla_scaled(unsigned word, unsigned selector, float scale, __nv_bfloat16) {
+  const unsigned pair = mla_dequantize(word, selector, __nv_bfloat16());
+  const __nv_bfloat162 x =
+      __floats2bfloat162_rn(__uint_as_float(pair << 16) * scale, __uint_as_float(pair & 0xffff0000u) * scale);
+  return reinterpret_cast<const unsigned&>(x);
+}
+
 // What is known of a scale: it is 1; with 2^kMlaShift it is finite; nothing.
 enum class MlaScale { kNone, kSmall, kAny };
 FI_DEVICE bool mla_is_large(float scale) { return !(fabsf(scale) < 128.f); }

@@ -47,15 +47,15 @@ struct MlaMergeRow {
   template <class T, int kCount>
   FI_DEVICE void write(int column, const float4 (&sums)[kCount], float row_max, float row_sum) const {
     const auto at = params.row(packed);
-    const float factor = params.finish<CudaMath>(at.head, row_max, row_sum);
     const int64_t token = item.request.qo_begin + at.token;
+    if (params.score_stats && column == 0) params.write_stats<CudaMath>(token, at.head, row_max, row_sum);
+    const float factor = params.finish<CudaMath>(at.head, row_max, row_sum);
     T* out = static_cast<T*>(params.out) + token * params.out_token + at.head * params.out_head + column;
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
       store_global(out + i * 128, make_uint2(pack_pair(sums[i].x * factor, sums[i].y * factor, T()),
                                              pack_pair(sums[i].z * factor, sums[i].w * factor, T())));
-    if (params.lse && column == 0)
-      params.lse[token * params.heads.value + at.head] = softmax_lse<CudaMath>(row_max, row_sum) * params.lse_factor;
+    if (params.lse && column == 0) params.write_lse<CudaMath>(token, at.head, row_max, row_sum);
   }
 };
 

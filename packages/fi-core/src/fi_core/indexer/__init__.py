@@ -276,7 +276,8 @@ def fp8_paged_indexer_topk(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Chooses the top_k keys with the largest `fp8_paged_mqa_logits` of each row, exactly.
 
-    Logits of all rows lie in memory of the call, as wide as block_table is long.
+    Logits of some requests at a time lie in memory of the call, as wide as block_table is long: at most 256 MB, or
+    those of one request. Nothing synchronises.
 
     Args:
         q, kv_cache, weights, context_lens, block_table: as of `fp8_paged_mqa_logits`.
@@ -303,25 +304,34 @@ def fp8_paged_indexer_topk(
     columns = block_table.shape[1] * page_size
     if columns >= 1 << 31:
         raise ValueError(f"block_table must have pages of less than 2^31 tokens; got {list(block_table.shape)}")
-    logits = weights.new_empty(batch * next_n, max(1, columns))
-    _paged_logits(logits, q, kv_cache, weights, context_lens, block_table, orders_nan=True)
-    lengths = context_lens.flatten()
+    if indices is None:
+        indices = context_lens.new_empty(batch * next_n, top_k)
+    if return_scores and scores is None:
+        scores = weights.new_empty(batch * next_n, top_k)
+    lengths = context_lens
     if context_lens.ndim == 1:
-        step = torch.arange(1 - next_n, 1, dtype=torch.int32, device=q.device)
-        lengths = (context_lens[:, None] + step).clamp(min=0).flatten()
-    requests = torch.arange(batch, dtype=torch.int32, device=q.device).repeat_interleave(next_n)
-    positions = torch.empty(batch * next_n, top_k, dtype=torch.int32, device=q.device)
-    slots = top_k_page_table_transform(
-        logits,
-        block_table,
-        lengths,
-        top_k,
-        requests,
-        tie_break=tie_break,
-        page_size=page_size,
-        out_raw_indices=positions,
-    )
-    found = slots if output == "slot" else positions
-    if indices is not None:
-        found = indices.copy_(found)
-    return (found, _scores_of(logits, positions, scores)) if return_scores else found
+        rows = torch.arange(1 - next_n, 1, dtype=torch.int32, device=q.device)
+        lengths = (context_lens[:, None] + rows).clamp(min=0)
+    step = max(1, min(batch, _LOGITS_BYTES // (4 * max(columns * next_n, 1))))  # requests
+    owners = torch.arange(step, dtype=torch.int32, device=q.device).repeat_interleave(next_n)
+    scratch = weights.new_empty(step * next_n, max(columns, 1))
+    for first in range(0, batch, step):
+        some = slice(first, first + step)
+        part = slice(first * next_n, min(first + step, batch) * next_n)
+        tables, positions = block_table[some], torch.empty_like(indices[part])
+        logits = scratch[: positions.shape[0]]
+        _paged_logits(logits, q[some], kv_cache, weights[part], context_lens[some], tables, orders_nan=True)
+        slots = top_k_page_table_transform(
+            logits,
+            tables,
+            lengths[some].flatten(),
+            top_k,
+            owners[: positions.shape[0]],
+            tie_break=tie_break,
+            page_size=page_size,
+            out_raw_indices=positions,
+        )
+        if return_scores:
+            _scores_of(logits, positions, scores[part])  # type: ignore[index]
+        indices[part] = slots if output == "slot" else positions
+    return (indices, scores) if return_scores else indices  # type: ignore[return-value]

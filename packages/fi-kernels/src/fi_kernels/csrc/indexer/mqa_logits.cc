@@ -174,8 +174,20 @@ void launch(const Kernel& kernel, MqaLogitsParams& p, const MqaLogitsArgs& a) {
 }
 #endif
 
-void mqa_logits(const Kernel& kernel, const MqaLogitsArgs& a) {
+// The arguments by the names that callers of the two forms know them by.
+MqaLogitsArgs named(const MqaLogitsArgs& given) {
+  MqaLogitsArgs a = given;
+  const bool paged{a.block_table};
+  a.keys = a.keys.as(paged ? "kv_cache" : "kv");
+  a.ends = a.ends.as(paged ? "context_lens" : "cu_seq_len_k_end");
+  if (a.starts) a.starts = a.starts.as("cu_seq_len_k_start");
+  if (a.key_scales) a.key_scales = a.key_scales.as("kv[1]");
+  return a;
+}
+
+void mqa_logits(const Kernel& kernel, const MqaLogitsArgs& given) {
   // 1 check
+  const MqaLogitsArgs a = named(given);
   Dim rows{"rows"}, heads{"heads"}, dim{"dim"}, keys{"keys"}, columns{"columns"};
   MqaLogitsParams p{};
   a.q.is({kE4M3}).contiguous();

@@ -68,6 +68,12 @@ SIZES: dict[str, dict[str, tuple[Any, ...]]] = {
     "indexer": {
         "batch_size": (1, 3), "next_n": (1, 2, 3), "kv_len": (1, 70, 300), "page_size": (16, 48, 64),
         "num_rows": (1, 5, 9), "num_keys": (1, 70, 300), "heads": (8, 32, 64), "dim": (32, 64, 128),
+        "top_k": (1, 40, 400),
+    },
+    "flash_mla": {
+        "batch_size": (1, 3), "qo_len": (1, 2, 4), "kv_len": (1, 70, 300), "page_size": (1, 16, 48),
+        "num_rows": (1, 5, 9), "num_keys": (1, 70, 300), "num_heads": (1, 16, 20), "top_k": (1, 40, 300),
+        "num_tokens": (1, 20),
     },
     "lora": {
         "num_tokens": (1, 9, 70), "num_loras": (1, 3), "rank": (8, 24, 64), "in_features": (64, 136),
@@ -97,6 +103,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "mamba_prefill": ("", "--has_z --dt_softplus", "--input_dtype float16 --state_dtype bfloat16"),
     "mamba_ring": ("", "--input_dtype float16", "--state_dtype bfloat16"),
     "indexer": ("",),
+    "flash_mla": ("", "--form rows", "--form packed --extra 9"),
     "lora": ("", "--input_dtype float16"),
     "causal_conv1d": ("", "--input_dtype float16", "--input_dtype float32"),
     "sampling": ("", "--temperature 0.5", "--input_dtype bfloat16", "--filter_apply_order joint"),

@@ -169,7 +169,16 @@ FAMILIES = {
         Family("mamba_prefill", flags.SSD, ("ssd_combined_fwd",)),
         Family("mamba_ring", flags.RING, ("checkpointing_ssu", "replayssm_materialize")),
         Family("lora", flags.LORA, ("add_lora_linear", "bgmv_shrink", "bgmv_expand")),
-        Family("indexer", flags.INDEXER, ("fp8_mqa_logits", "fp8_paged_mqa_logits")),
+        Family(
+            "indexer",
+            flags.INDEXER,
+            ("fp8_mqa_logits", "fp8_paged_mqa_logits", "fp8_indexer_topk", "fp8_paged_indexer_topk"),
+        ),
+        Family(
+            "flash_mla",
+            flags.FLASH_MLA,
+            ("flash_mla_sparse_fwd", "flash_mla_with_kvcache", "append_sparse_mla_kv_cache"),
+        ),
         Family("causal_conv1d", flags.CONV, ("causal_conv1d_fn", "causal_conv1d_update")),
         Family(
             "gdn",

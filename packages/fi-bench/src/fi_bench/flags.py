@@ -428,6 +428,20 @@ INDEXER = (
     number("num_keys", 4096, "keys of the array"),
     number("heads", 64, "heads of the indexer"),
     number("dim", 128, "of a head"),
+    number("top_k", 2048, "keys that are chosen"),
+)
+FLASH_MLA = (
+    number("batch_size", 1, "requests"),
+    number("qo_len", 1, "query tokens of a request"),
+    number("kv_len", 4096, "tokens of a request"),
+    number("page_size", 64, "tokens of a page"),
+    number("num_rows", 16, "query tokens over one array of keys"),
+    number("num_keys", 4096, "keys of the array"),
+    number("num_heads", 64, "query heads"),
+    number("top_k", 2048, "keys that are listed"),
+    number("extra", 0, "keys of a second cache that are listed", least=0),
+    choice("form", ("bf16", "rows", "packed"), "bf16", "of the cache: 16 bits, 656 or 584 bytes a token"),
+    number("num_tokens", 64, "tokens that are appended"),
 )
 CONV = (
     number("batch_size", None, "sequences", True),

@@ -66,6 +66,8 @@ def _decode_reference(  # type: ignore[no-untyped-def]
     extra_indices_in_kvcache=None,
     topk_length=None,
     extra_topk_length=None,
+    head_dim_v=512,
+    is_fp8_kvcache=False,
 ):
     import torch
 
@@ -82,6 +84,66 @@ def _decode_reference(  # type: ignore[no-untyped-def]
                 rows.append(cache[slots[slots >= 0].long()])
             out[b, s], _, lse[b, :, s] = _attend(q[b, s], torch.cat(rows), softmax_scale, attn_sink)
     return out, lse
+
+
+def _gathered(q, rows, indices, sm_scale, lengths):  # type: ignore[no-untyped-def]
+    """(out, largest score, lse) without sinks: q [rows, heads, width] over rows [slots, width], indices [rows, K]."""
+    import torch
+
+    absent = (indices < 0) | (indices >= len(rows))
+    if lengths is not None:
+        absent |= torch.arange(indices.shape[1], device=q.device) >= lengths[:, None]
+    keys = rows[indices.clamp(0, len(rows) - 1).long()].float()
+    score = (q.float() @ keys.mT * sm_scale).masked_fill(absent[:, None], -torch.inf)
+    out = score.softmax(-1).nan_to_num(0) @ keys[..., :512]
+    lse = score.logsumexp(-1)
+    return out, score.amax(-1), lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+def _with_sink(out, lse, sink):  # type: ignore[no-untyped-def]
+    return out if sink is None else out * (lse - sink).sigmoid().nan_to_num(0)[..., None]
+
+
+def _sparse_eager(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None):  # type: ignore[no-untyped-def]
+    import torch
+
+    parts = []  # 16 query tokens at once
+    for i in range(0, len(q), 16):
+        lengths = None if topk_length is None else topk_length[i : i + 16]
+        parts.append(_gathered(q[i : i + 16], kv[:, 0], indices[i : i + 16, 0], sm_scale, lengths))
+    out, top, lse = map(torch.cat, zip(*parts))
+    return _with_sink(out, lse, attn_sink).to(q.dtype), top, lse
+
+
+def _decode_eager(  # type: ignore[no-untyped-def]
+    q,
+    k_cache,
+    softmax_scale,
+    indices,
+    attn_sink=None,
+    extra_k_cache=None,
+    extra_indices_in_kvcache=None,
+    topk_length=None,
+    extra_topk_length=None,
+    **_,
+):
+    import torch
+
+    def part(cache, listed, lengths):  # type: ignore[no-untyped-def]
+        lengths = None if lengths is None else lengths.repeat_interleave(q.shape[1])
+        rows, lists = _rows_of(cache).float(), listed.flatten(0, 1)
+        out, _, lse = _gathered(q.flatten(0, 1), rows, lists, softmax_scale, lengths)
+        return out, lse.masked_fill(lse == torch.inf, -torch.inf)
+
+    out, lse = part(k_cache, indices, topk_length)
+    if extra_k_cache is not None:
+        other, more = part(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+        both = lse.logaddexp(more)
+        weights = [(x - both).exp().nan_to_num(0)[..., None] for x in (lse, more)]
+        out, lse = out * weights[0] + other * weights[1], both
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    out = _with_sink(out, lse, attn_sink).to(q.dtype)
+    return out.view(*q.shape[:3], 512), lse.view(q.shape[0], q.shape[1], -1).transpose(1, 2)
 
 
 @sized(num_rows=16, num_keys=4096, num_heads=64, width=576, top_k=512)
@@ -198,6 +260,7 @@ SPARSE = TraceTemplate(
         {"num_rows": 3, "num_keys": 150, "num_heads": 20, "width": 512, "top_k": 130},
     ),
     work=_work,
+    eager=_sparse_eager,
     tolerance=_TOLERANCE,
     description="Attention of each query to the latent rows that its list names.",
 )
@@ -229,6 +292,8 @@ DECODE = TraceTemplate(
         "extra_indices_in_kvcache": Tensor(["batch_size", "qo_len", "extra_k"], optional=True),
         "topk_length": Tensor(["batch_size"], optional=True),
         "extra_topk_length": Tensor(["batch_size"], optional=True),
+        "head_dim_v": Scalar("int32", optional=True),
+        "is_fp8_kvcache": Scalar("bool", optional=True),
     },
     outputs={
         "out": Tensor(["batch_size", "qo_len", "num_heads", "columns"], dtype_from="q"),
@@ -247,15 +312,8 @@ DECODE = TraceTemplate(
         )
     ),
     work=_work,
+    eager=_decode_eager,
     tolerance={"out": (1.5e-2, 1.5e-2), "lse": (2e-3, 2e-3)},
-    others=(
-        "block_table",
-        "cache_seqlens",
-        "head_dim_v",
-        "tile_scheduler_metadata",
-        "num_splits",
-        "causal",
-        "is_fp8_kvcache",
-    ),
+    others=("block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits", "causal"),
     description="Attention of the last tokens of requests to the tokens of a paged latent cache that a list names.",
 )

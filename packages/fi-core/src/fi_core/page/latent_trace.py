@@ -41,18 +41,43 @@ def _reference(kv, kv_cache, slot_mapping, scale_format="auto"):  # type: ignore
     return kv_cache
 
 
-@sized(num_tokens=9, width=576, pages=3, page_size=6, scale_format="auto")
+def _eager(kv, kv_cache, slot_mapping, scale_format="auto"):  # type: ignore[no-untyped-def]
+    import torch
+
+    packed, page_size = kv.shape[1] == 512, kv_cache.shape[1]
+    codes, group = (448, 64) if packed else (512, 128)
+    groups = kv[:, :codes].float().view(len(kv), -1, group)
+    scale = groups.abs().amax(2) / 448
+    if packed or scale_format == "pow2_fp32":
+        scale = scale.clamp(min=2.0**-126).log2().ceil().exp2()
+    values = (groups / scale[..., None]).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
+    rest = kv[:, codes:].contiguous().view(torch.uint8)
+    flat = kv_cache.as_strided((len(kv_cache), page_size * kv_cache.shape[-1]), (kv_cache.stride(0), 1))
+    page, offset = slot_mapping // page_size, slot_mapping % page_size
+    if not packed:
+        row = torch.cat([values, scale.view(torch.uint8), rest], 1)
+        flat.view(len(kv_cache), page_size, -1)[page, offset] = row
+        return kv_cache
+    flat[:, : page_size * 576].view(len(kv_cache), page_size, 576)[page, offset] = torch.cat([values, rest], 1)
+    scales = torch.nn.functional.pad(scale.log2() + 127, (0, 1)).to(torch.uint8)
+    flat[:, page_size * 576 :].view(len(kv_cache), page_size, 8)[page, offset] = scales
+    return kv_cache
+
+
+@sized(num_tokens=9, width=576, page_size=6, scale_format="auto")
 def _make(draw: Draw, s: Any) -> dict[str, Any]:
-    token = 656 if s.width == 576 else 584
-    page = -(-s.page_size * token // 576) * 576 if draw.nasty else s.page_size * token
-    cache = draw.integers(0, 126, (s.pages, page), "uint8")
-    chosen = draw.permutation(s.pages * s.page_size)[: s.num_tokens].long()
+    token, pages = 656 if s.width == 576 else 584, -(-s.num_tokens // s.page_size) + 1
+    page = s.page_size * token
+    if draw.nasty or page % 16:
+        page = -(-page // 576) * 576
+    cache = draw.integers(0, 126, (pages, page), "uint8")
+    chosen = draw.permutation(pages * s.page_size)[: s.num_tokens].long()
     rows = draw.special(draw.normal((s.num_tokens, s.width), "bfloat16"), 0.0, -0.0, 3e4)
     if draw.nasty:
         rows[0] = 0
     return {
         "kv": draw.rows(rows),
-        "kv_cache": cache.as_strided((s.pages, s.page_size, 1, token), (page, token, token, 1)),
+        "kv_cache": cache.as_strided((pages, s.page_size, 1, token), (page, token, token, 1)),
         "slot_mapping": draw.special(chosen, -1),
         "scale_format": s.scale_format,
     }
@@ -86,6 +111,7 @@ TEMPLATE = TraceTemplate(
     make=_make,
     samples=({}, {"scale_format": "pow2_fp32"}, {"width": 512}, {"width": 512, "page_size": 64}),
     work=_work,
+    eager=_eager,
     tolerance={"uint8": (0.0, 0.0)},
     description="Quantizes latent rows to slots of a cache of bytes, as sparse MLA reads it.",
 )

@@ -141,6 +141,12 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("mla.trtllm_batch_decode_with_kv_cache_mla", "block_tables: int64", "must be int32", backends=("auto",)),
         Row("mla.trtllm_batch_decode_with_kv_cache_mla", "block_tables: `[batch, 2, pages]`",
             "[batch_size, max_pages]", backends=("auto",)),
+        *(Row("flash_mla.flash_mla_with_kvcache", f"k_cache: {text}", words)
+          for text, words in (("16-bit rows", ""), ("rows of 656 bytes", ""),
+                              ("rows of 656 bytes, pages apart", "pages side by side are required"),
+                              ("packed pages, 584 bytes a token", ""),
+                              ("packed pages, 584 bytes a token, pages apart", ""))),
+        Row("flash_mla.flash_mla_with_kvcache", "indices: int64, 16-bit rows", "torch.int32"),
     ),
     "Sampling": (
         Row("sampling_from_probs", "indices: the row of probs of each sample"),

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 import fi_core
-from families import moe_reference, nvfp4_cache, test_mla
+from families import moe_reference, nvfp4_cache, test_flash_mla, test_mla
 from families import test_moe_trtllm as trtllm
 from families.attention_reference import attention
 from families.harness import rand
 from families.paged import paged
 from fi_core import SfLayout, fused_moe
+from fi_core.flash_mla import flash_mla_with_kvcache
 from fi_core.fused_moe import RoutingMethodType, reorder_rows_for_gated_act_gemm
 from fi_core.mla import BatchMLAPagedAttentionWrapper
 
@@ -196,6 +197,24 @@ def latent_wrapper(layout: str, backend: str) -> Pair:
     return out, b.expected()[0]
 
 
+def listed_slots(layout: str, backend: str) -> Pair:
+    form = "packed" if "packed" in layout else "rows" if "656" in layout else "bf16"
+    rows = test_flash_mla.keys(64, 512 if form == "packed" else 576, "cpu")
+    cache = test_flash_mla.cache_of(form, rows, 16)
+    if "apart" in layout:
+        wide = cache.new_zeros(4, 16 * cache.shape[-1] + 576)
+        steps = wide.stride(0), cache.shape[-1], cache.shape[-1], 1
+        wide[:, : 16 * cache.shape[-1]] = cache.as_strided((4, 16 * cache.shape[-1]), (cache.stride(0), 1))
+        cache = wide.as_strided(cache.shape, steps)
+    q = rand(1, 1, 4, rows.shape[1], dtype=BF16, device="cpu") / 8
+    slots = torch.arange(5, 60, dtype=torch.int64 if "int64" in layout else torch.int32)
+    out, _ = flash_mla_with_kvcache(
+        q, cache, None, None, 512, None, softmax_scale=test_flash_mla.SCALE, is_fp8_kvcache=form != "bf16",
+        indices=slots.view(1, 1, -1),
+    )  # fmt: skip
+    return out[0, 0], test_flash_mla.expected(q[0, 0], rows[5:60])[0]
+
+
 def rows_of(layout: str, x: torch.Tensor) -> torch.Tensor:
     """The rows as a layout has them."""
     if "wider" in layout:
@@ -232,6 +251,7 @@ CASES: dict[str, Callable[[str, str], Pair]] = {
     "nvfp4_kv_dequantize_paged": dequantize_scaled,
     "append_paged_mla_kv_cache": append_latent,
     "mla.BatchMLAPagedAttentionWrapper": latent_wrapper,
+    "flash_mla.flash_mla_with_kvcache": listed_slots,
     "top_k_renorm_probs": renormalized(fi_core.top_k_renorm_probs, _top_5, 5),
     "top_p_renorm_probs": renormalized(fi_core.top_p_renorm_probs, _top_half, 0.5),
 }

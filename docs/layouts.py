@@ -143,7 +143,9 @@ TABLE: dict[str, tuple[Row, ...]] = {
             "[batch_size, max_pages]", backends=("auto",)),
         *(Row("flash_mla.flash_mla_with_kvcache", f"k_cache: {text}", words)
           for text, words in (("16-bit rows", ""), ("rows of 656 bytes", ""),
-                              ("rows of 656 bytes, pages apart", "pages side by side are required"),
+                              ("rows of 656 bytes, pages a multiple of a row apart", ""),
+                              ("rows of 656 bytes, pages apart by other sizes",
+                               "pages at a multiple of the distance of tokens"),
                               ("packed pages, 584 bytes a token", ""),
                               ("packed pages, 584 bytes a token, pages apart", ""))),
         Row("flash_mla.flash_mla_with_kvcache", "indices: int64, 16-bit rows", "torch.int32"),

@@ -202,7 +202,7 @@ def listed_slots(layout: str, backend: str) -> Pair:
     rows = test_flash_mla.keys(64, 512 if form == "packed" else 576, "cpu")
     cache = test_flash_mla.cache_of(form, rows, 16)
     if "apart" in layout:
-        wide = cache.new_zeros(4, 16 * cache.shape[-1] + 576)
+        wide = cache.new_zeros(4, 16 * cache.shape[-1] + (3 * 656 if "multiple" in layout else 576))
         steps = wide.stride(0), cache.shape[-1], cache.shape[-1], 1
         wide[:, : 16 * cache.shape[-1]] = cache.as_strided((4, 16 * cache.shape[-1]), (cache.stride(0), 1))
         cache = wide.as_strided(cache.shape, steps)

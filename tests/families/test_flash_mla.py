@@ -183,6 +183,26 @@ def test_both_names_have_the_same_bits(device: str) -> None:
         assert torch.equal(alone[0], out[2:3]) and torch.equal(alone[1], lse[2:3])
 
 
+@pytest.mark.parametrize("form", ["bf16", "rows", "packed"])
+def test_pages_may_be_apart(form: str, device: str) -> None:
+    """As where the pages of all layers alternate; what lies between is NaN, and -1 is still no token."""
+    width, token = BYTES.get(form, (576, 576))
+    cache = cache_of(form, keys(64, width, device), 16)
+    if form == "packed":
+        size = cache.stride(0)
+        pool = torch.full((4, 2 * size), 255, dtype=torch.uint8, device=device)
+        pool[:, :size] = cache.as_strided((4, size), (size, 1))
+        apart = pool.as_strided(cache.shape, (2 * size, token, token, 1))
+    else:
+        pool = torch.full((4, 3, *cache.shape[1:]), math.nan if form == "bf16" else 255, dtype=cache.dtype)
+        apart = pool.to(device)[:, 1].copy_(cache)
+    q = torch.randn(2, 1, 5, width, generator=torch.Generator().manual_seed(1)).bfloat16().to(device) / 8
+    indices = torch.tensor([[[63, -1, 0, 16, 17]], [[-1, -1, 40, 15, 3]]], dtype=torch.int32, device=device)
+    options: dict[str, Any] = {"softmax_scale": SCALE, "is_fp8_kvcache": form != "bf16", "indices": indices}
+    one, two = (flash_mla_with_kvcache(q, x, None, None, 512, None, **options) for x in (cache, apart))
+    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1]) and not one[0].isnan().any()
+
+
 def test_pages_of_one_and_of_256_tokens_and_no_rows() -> None:
     q = torch.randn(1, 1, 4, 576).bfloat16() / 8
     rows = keys(512, 576, "cpu")

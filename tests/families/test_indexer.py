@@ -94,6 +94,20 @@ def test_prompts_get_the_largest_logits_exactly(relative: bool, device: str, mon
     assert torch.equal(fp8_indexer_topk(*arguments, 20, relative=relative), whole)
 
 
+def test_nothing_is_chosen_where_there_is_nothing(device: str) -> None:
+    """No rows, no requests, no keys, and requests without tokens."""
+    q, none = e4m3(3, HEADS, DIM).to(device), torch.zeros(3, dtype=torch.int32, device=device)
+    weights = torch.ones(3, HEADS, device=device)
+    keys = q.new_empty(0, DIM), weights.new_empty(0)
+    assert (fp8_indexer_topk(q, keys, weights, none, none, 4) == -1).all()
+    assert fp8_indexer_topk(q[:0], keys, weights[:0], none[:0], none[:0], 4).shape == (0, 4)
+    x = paged(3, 1, 2, device) | {"context_lens": none}
+    found, scores = fp8_paged_indexer_topk(**x, top_k=4, output="slot", return_scores=True)
+    assert (found == -1).all() and (scores == -math.inf).all()
+    empty = {n: v if n == "kv_cache" else v[:0] for n, v in x.items()}
+    assert fp8_paged_indexer_topk(**empty, top_k=4).shape == (0, 4)
+
+
 @pytest.mark.gpu
 def test_a_graph_chooses_for_other_lengths() -> None:
     x = paged(4, 2, 6, "cuda")

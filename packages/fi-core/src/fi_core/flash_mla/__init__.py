@@ -87,7 +87,7 @@ def _attend(
 def _attend_list(
     q: torch.Tensor, x: _List, scale: float, sinks: torch.Tensor | None, any_index: bool = False
 ) -> _Result:
-    tables = Tables(x.indices.view(-1), x.indices.shape[-1], x.lengths, None, 1)
+    tables = Tables(x.cache.placed(x.indices).view(-1), x.indices.shape[-1], x.lengths, None, 1)
     return _attend(q, x.cache, tables, scale, sinks, sparse=True, any_index=any_index)
 
 
@@ -207,9 +207,10 @@ def flash_mla_with_kvcache(
         q: `[batch, s_q, heads, 576]`, bf16; any number of heads. Of packed pages, and of lists of bf16 rows, it may be
             512 wide.
         k_cache: `[pages, page_size, 1, width of q]`, bf16; or bytes with is_fp8_kvcache: `[pages, page_size, 1, 656]`,
-            rows of 512 e4m3, 4 fp32 scales of 128 columns and 64 bf16, side by side; or, with indices and queries of
-            width 512, packed pages `[pages, page_size, 1, 584]`, in which page_size rows of 448 e4m3 and 64 bf16 come
-            first, then 8 bytes for each row: 7 ue8m0 scales of 64 columns, and one without use.
+            rows of 512 e4m3, 4 fp32 scales of 128 columns and 64 bf16; or, with indices and queries of width 512,
+            packed pages `[pages, page_size, 1, 584]`, in which page_size rows of 448 e4m3 and 64 bf16 come first, then
+            8 bytes for each row: 7 ue8m0 scales of 64 columns, and one without use. With indices, pages of rows may
+            be any multiple of a row apart, packed pages any multiple of 16 bytes.
         block_table: int32 `[batch, max_pages]`; None with indices.
         cache_seqlens: int32 `[batch]`, tokens of each request, those of q included; None with indices.
         head_dim_v: 512.

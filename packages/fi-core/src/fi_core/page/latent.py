@@ -23,15 +23,23 @@ PACKED_BYTES = 584
 
 
 class LatentCache(NamedTuple):
-    """The parts of a cache `[num_pages, page_size, ...]`; packed pages are one part."""
+    """The parts of a cache `[num_pages, page_size, ...]`; packed pages are one part.
+
+    Of rows as slots, pages of page_size slots are pitch slots apart.
+    """
 
     ckv: torch.Tensor
     kpe: torch.Tensor
     scales: torch.Tensor | None
+    page_size: int = 1
+    pitch: int = 1
 
-    @property
-    def slots(self) -> int:
-        return self.ckv.shape[0] * self.ckv.shape[1]
+    def placed(self, slots: torch.Tensor) -> torch.Tensor:
+        """Slots `page * page_size + offset`, or negative, as rows of the parts."""
+        if self.pitch == self.page_size:
+            return slots
+        moved = slots + slots.div(self.page_size, rounding_mode="floor") * (self.pitch - self.page_size)
+        return moved.clamp_(min=-1)
 
 
 def latent_cache(name: str, cache: torch.Tensor, q: torch.Tensor, sparse: bool) -> LatentCache:
@@ -53,15 +61,21 @@ def latent_cache(name: str, cache: torch.Tensor, q: torch.Tensor, sparse: bool) 
             f"either with an axis of 1, is required; got {cache.dtype}, shape {tuple(cache.shape)}"
         )
     pages, page_size, last = cache.shape
+    pitch = page_size
     if sparse:
         row = cache.stride(1 if page_size > 1 else 0)
-        if pages > 1 and cache.stride(0) != page_size * row:
+        pitch = cache.stride(0) // max(row, 1) if pages > 1 else page_size
+        if pages > 1 and (cache.stride(0) != pitch * row or pitch < page_size):
             raise ValueError(
-                f"{name}: pages side by side are required for sparse indices; got strides {cache.stride()}"
+                f"{name}: pages at a multiple of the distance of tokens are required for sparse indices; got strides "
+                f"{cache.stride()}"
             )
-        cache = cache.as_strided((pages * page_size, 1, last), (row, row, cache.stride(2)))
+        slots = max(pages - 1, 0) * pitch + page_size
+        if slots >= 1 << 31:
+            raise ValueError(f"{name}: less than 2^31 rows, those between pages included, are required; got {slots}")
+        cache = cache.as_strided((slots if pages else 0, 1, last), (row, row, cache.stride(2)))
     if not mixed:
-        return LatentCache(cache[..., :LATENT], cache[..., LATENT:], None)
+        return LatentCache(cache[..., :LATENT], cache[..., LATENT:], None, page_size, pitch)
     if q.dtype is not torch.bfloat16:
         raise ValueError(f"query: torch.bfloat16 is required with rows of {ROW_BYTES} bytes; got {q.dtype}")
     if cache.stride(2) != 1 or any(x % 16 for x in (*cache.stride()[:2], cache.storage_offset())):
@@ -73,6 +87,8 @@ def latent_cache(name: str, cache: torch.Tensor, q: torch.Tensor, sparse: bool) 
         cache[..., :LATENT].view(torch.float8_e4m3fn),
         cache[..., _ROPE:].view(torch.bfloat16),
         cache[..., _SCALES:_ROPE].view(torch.float32),
+        page_size,
+        pitch,
     )
 
 

@@ -173,7 +173,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     rows = kv_cache.squeeze(1) if kv_cache.ndim == 4 and kv_cache.shape[1] == 1 else kv_cache
     cache = latent_cache("kv_cache", rows, query, sparse)
     if sparse:
-        tables = sparse_tables(block_tables, sparse_mla_top_k, sparse_mla_top_k_lens, q.shape[0])
+        tables = sparse_tables(cache.placed(block_tables), sparse_mla_top_k, sparse_mla_top_k_lens, q.shape[0])
     else:
         tables = dense_tables(block_tables, seq_lens, cum_seq_lens_q, q_len)
     size, schedule, partials = plan_in(workspace_buffer, 1 if sparse else cache.ckv.shape[1], q, tables, context)

@@ -145,8 +145,14 @@ def states_of_few_bits(arch: str) -> list[Spec]:
     return [choose(Request.of(op, target, {"state": state})).spec for state in ("f16", "i16", "i8")]
 
 
+def packed_pages(arch: str) -> Spec:
+    """batch_mla over packed pages, which no package has."""
+    op, target = ops()["batch_mla"], Target("cuda", arch)
+    return choose(Request.of(op, target, {"kv": "u8", "sparse": True, "has_rope": False})).spec
+
+
 CHECKED = [*of_arch("80"), *of_arch(TUNED), *(spec for arch in ("89", "100a", "120a") for spec in one_of_each(arch))]
-CHECKED += [spec for arch in ("80", TUNED) for spec in states_of_few_bits(arch)]
+CHECKED += [spec for arch in ("80", TUNED) for spec in (*states_of_few_bits(arch), packed_pages(arch))]
 
 
 def image(spec: Spec) -> Path:

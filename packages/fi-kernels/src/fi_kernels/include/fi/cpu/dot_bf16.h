@@ -74,6 +74,35 @@ FI_DOT_BF16 inline void dot_multiply(const bf16_t* w, int64_t w_stride, int64_t 
   }
 }
 
+// out = in^T of 16 x 16 words, by shuffles, masked since GCC 12 says of the others that they read an undefined vector.
+FI_DOT_BF16 inline void transpose_words(const void* in, int64_t in_stride, void* out, int64_t out_stride) {
+  const auto* from = static_cast<const float*>(in);
+  auto* to = static_cast<float*>(out);
+  constexpr __mmask16 all = 0xffff;
+  __m512 x[16], y[16];
+  for (int i = 0; i < 16; ++i) x[i] = _mm512_loadu_ps(from + i * in_stride);
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_maskz_unpacklo_ps(all, x[i], x[i + 1]);
+    y[i + 1] = _mm512_maskz_unpackhi_ps(all, x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {  // then x[i + c] holds column c of each quarter, rows i to i + 3
+    x[i] = _mm512_maskz_shuffle_ps(all, y[i], y[i + 2], 0x44);
+    x[i + 1] = _mm512_maskz_shuffle_ps(all, y[i], y[i + 2], 0xee);
+    x[i + 2] = _mm512_maskz_shuffle_ps(all, y[i + 1], y[i + 3], 0x44);
+    x[i + 3] = _mm512_maskz_shuffle_ps(all, y[i + 1], y[i + 3], 0xee);
+  }
+  for (int c = 0; c < 4; ++c, to += out_stride) {
+    const __m512 a = _mm512_maskz_shuffle_f32x4(all, x[c], x[c + 4], 0x88),
+                 b = _mm512_maskz_shuffle_f32x4(all, x[c + 8], x[c + 12], 0x88);
+    const __m512 d = _mm512_maskz_shuffle_f32x4(all, x[c], x[c + 4], 0xdd),
+                 e = _mm512_maskz_shuffle_f32x4(all, x[c + 8], x[c + 12], 0xdd);
+    _mm512_storeu_ps(to, _mm512_maskz_shuffle_f32x4(all, a, b, 0x88));
+    _mm512_storeu_ps(to + 4 * out_stride, _mm512_maskz_shuffle_f32x4(all, d, e, 0x88));
+    _mm512_storeu_ps(to + 8 * out_stride, _mm512_maskz_shuffle_f32x4(all, a, b, 0xdd));
+    _mm512_storeu_ps(to + 12 * out_stride, _mm512_maskz_shuffle_f32x4(all, d, e, 0xdd));
+  }
+}
+
 // The sum of 16 numbers; of GCC 12's intrinsic the compiler says that it reads an undefined vector.
 FI_DOT_BF16 inline float sum_of(__m512 x) {
   alignas(64) float lanes[16];
@@ -134,6 +163,7 @@ FI_DOT_BF16 inline void dot_few(const bf16_t* w, int64_t w_stride, int64_t rows,
 }
 #else
 inline bool has_dot_bf16() { return false; }
+inline void transpose_words(const void*, int64_t, void*, int64_t) {}
 inline void dot_few(const bf16_t*, int64_t, int64_t, const bf16_t*, int64_t, int64_t, int64_t, float*) {}
 inline void dot_multiply(const bf16_t*, int64_t, int64_t, const bf16_t*, int64_t, int64_t, int64_t, float*, int64_t,
                          Prefetch) {}

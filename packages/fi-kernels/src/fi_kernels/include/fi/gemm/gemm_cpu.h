@@ -109,10 +109,9 @@ class GemmCpu {
         load_out_(row_loader(out)),
         store_(row_storer(out)),
         b_is_bf16_(b == kBF16),
-        pairs_(a == kF16        ? nullptr
-               : has_amx()      ? amx_multiply
-               : has_dot_bf16() ? dot_multiply
-                                : nullptr),
+        pairs_(a == kF16 || !has_dot_bf16() ? nullptr
+               : has_amx()                  ? amx_multiply
+                                            : dot_multiply),
         blocks_(problem.a_scale_k_stride || problem.b_scale_k_stride),
         k_((problem.k + kAlignK - 1) / kAlignK * kAlignK),
         element_(pairs_ ? 2 : 4) {}
@@ -176,21 +175,24 @@ class GemmCpu {
     const int64_t count = (s.rows + kPanel - 1) / kPanel;
     parallel_for(count, std::max<int64_t>(1, 65536 / (k_ * kPanel)), [&](int64_t begin, int64_t end) {
       std::vector<float> row(static_cast<size_t>(k_));
-      std::vector<bf16_t> narrowed(static_cast<size_t>(k_));
+      std::vector<bf16_t> narrowed(static_cast<size_t>(pairs_ ? kPanel * k_ : 0));
       for (int64_t i = begin * kPanel; i < end * kPanel; ++i) {
-        char* to = panels + i / kPanel * kPanel * k_ * element_ + i % kPanel * 4;
+        const int64_t lane = i % kPanel;
+        char* panel = panels + i / kPanel * kPanel * k_ * element_;
         if (i < s.rows) {
           load_a_(a_at(s, i), row.data(), p_.k);
         } else if (i == s.rows) {
           std::fill(row.begin(), row.end(), 0.f);
         }
-        const char* from = reinterpret_cast<const char*>(row.data());
         if (pairs_) {
-          narrow(row.data(), narrowed.data(), k_);
-          from = reinterpret_cast<const char*>(narrowed.data());
+          narrow(row.data(), narrowed.data() + lane * k_, k_);
+          if (lane < kPanel - 1) continue;
+          for (int64_t at = 0; at < k_; at += kAlignK)
+            transpose_words(narrowed.data() + at, k_ / 2, panel + at * kPanel * element_, kPanel);
+        } else {
+          for (int64_t at = 0; at < k_; ++at)
+            std::memcpy(panel + (at * kPanel + lane) * 4, &row[static_cast<size_t>(at)], 4);
         }
-        for (int64_t word = 0; word < k_ * element_ / 4; ++word)
-          std::memcpy(to + word * 4 * kPanel, from + word * 4, 4);
       }
     });
   }
@@ -331,8 +333,13 @@ class GemmCpu {
     float b_scale[kBlockN], bias[kBlockN] = {}, out[kBlockN];
     for (int64_t j = 0; j < columns; ++j) b_scale[j] = blocks_ ? 1.f : b_scale_at(s, column + j, 0);
     if (p_.bias) load_out_(static_cast<const char*>(p_.bias) + column * out_bytes_, bias, columns);
+    alignas(64) float rows[kPanel * kBlockN];
+    const bool panels = pairs_ && width % kPanel == 0;  // few rows have none
     for (int64_t i = 0; i < s.rows; ++i) {
-      finish_row(c + i, width, blocks_ ? 1.f : a_scale_at(s, s.row + i, 0), b_scale, bias, out, columns);
+      if (panels && i % kPanel == 0)
+        for (int64_t j = 0; j < kBlockN; j += kPanel) transpose_words(c + j * width + i, width, rows + j, kBlockN);
+      finish_row(panels ? rows + i % kPanel * kBlockN : c + i, panels ? 1 : width,
+                 blocks_ ? 1.f : a_scale_at(s, s.row + i, 0), b_scale, bias, out, columns);
       const int64_t at = s.a_batch * p_.out_batch_stride + (s.row + i) * p_.out_row_stride + column;
       store_(out, static_cast<char*>(p_.out) + at * out_bytes_, columns);
     }

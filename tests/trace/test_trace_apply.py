@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,17 @@ import torch
 import fi_core
 from fi_core import trace_apply
 from fi_core.observe import trace
-from fi_core.observe.trace import BuildSpec, Solution, SourceFile, SupportedBindings, SupportedLanguages, fi_trace
+from fi_core.observe.trace import (
+    BuildSpec,
+    Described,
+    Solution,
+    SourceFile,
+    SupportedBindings,
+    SupportedLanguages,
+    every_described,
+    fi_trace,
+)
+from fi_core.registry import load
 
 HELPER = "def times(x, n):\n    return x * n\n"
 ENTRY = """
@@ -125,6 +136,67 @@ def test_a_run_of_a_wrapper() -> None:
     name = fi_trace(wrapper.run, q=q, paged_kv_cache=cache)["name"]
     assert trace_apply.enable_apply({name: lambda **inputs: inputs["q"] * 5}) >= 1
     assert torch.equal(wrapper.run(q, cache), q * 5)
+
+
+def described(name: str) -> tuple[Described, dict[str, Any], str]:
+    """A function with its description, the arguments of a call, and the name of their definition."""
+    found = next(f for f in every_described() if f.name == name)
+    arguments = found.template.sample()
+    return found, arguments, found.template.name_of(arguments)
+
+
+def test_every_described_function_is_replaced() -> None:
+    """Whatever wraps a function in its module."""
+    load()
+    described = [found for found in every_described() if found.function.__module__.startswith("fi_core.")]
+    places = {(found.wrapper or sys.modules[found.function.__module__], found.function.__name__) for found in described}
+    before = {(owner, name): getattr(owner, name) for owner, name in places}
+    trace_apply.enable_apply({found.template.name_prefix or found.template.op_type: print for found in described})
+    assert [name for owner, name in places if getattr(owner, name) is before[owner, name]] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("mm_bf16", "one"),
+        ("cutlass_fused_moe", "one"),  # which lists its launches
+        ("causal_conv1d_update", "one"),  # of two outputs, one is written
+        ("rmsnorm_quant", "none"),
+        ("append_paged_kv_cache", "none"),  # which writes members of a tuple
+        ("gated_delta_rule_decode", "all"),  # which returns the state that it writes
+    ],
+)
+def test_results_have_the_form_of_the_function(name: str, form: str) -> None:
+    """Outputs that are arguments are written; what is returned follows from the annotation."""
+    load()
+    found, arguments, definition = described(name)
+    module = sys.modules[found.function.__module__]
+    targets = [found.template.target(output, arguments) for output in found.template.outputs]
+    made = [torch.full((2,), float(i)) if t is None else torch.ones_like(t) for i, t in enumerate(targets)]
+    trace_apply.enable_apply({definition: lambda **inputs: tuple(made)})
+    result = getattr(module, name)(**arguments)
+    assert list(trace_apply.stats().values()) == [{"hit": 1}]
+    for target, output in zip(targets, made):
+        assert target is None or torch.equal(target.float(), output.float())
+    returned = [output if target is None else target for target, output in zip(targets, made)]
+    if form == "none":
+        assert result is None
+    elif form == "one":
+        assert torch.equal(result.float(), returned[0].float())
+    else:
+        assert isinstance(result, tuple) and len(result) == len(returned)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(result, returned))
+
+
+def test_the_files_of_a_solution_stay_while_it_runs() -> None:
+    """Compilers such as Triton read its source in the first call."""
+    x, weight = norm_inputs()
+    name = fi_trace(fi_core.rmsnorm, input=x, weight=weight)["name"]
+    text = "from pathlib import Path\ndef run(hidden_states, **_):\n    return hidden_states * len(source())\n"
+    text += "def source():\n    return Path(__file__).read_text()\n"
+    spec = BuildSpec(SupportedLanguages.PYTHON, [], "main.py::run")
+    trace_apply.enable_apply({name: Solution("s", name, "a", spec, [SourceFile("main.py", text)])})
+    assert torch.equal(fi_core.rmsnorm(x, weight), x * len(text))
 
 
 def test_errors() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fi_core.observe.solution import Solution
-from fi_core.observe.template import Tensor, TraceTemplate
+from fi_core.observe.template import TraceTemplate
 from fi_core.observe.trace import call_arguments, select_template, traced_functions
 from fi_core.registry import load
 from fi_core.runtime.env import env
@@ -25,7 +26,7 @@ Function = Callable[..., Any]
 _solutions: dict[str, tuple[Function, bool]] = {}  # by definition: the function, and whether outputs are arguments
 _wrapped: dict[Function, Function] = {}  # by the function that stands in: the one behind it
 _counts: Counter[tuple[str, str]] = Counter()
-_folders: list[tempfile.TemporaryDirectory[str]] = []  # of the sources of solutions
+_folders = contextlib.ExitStack()  # of the sources of solutions
 
 
 def enable_apply(solutions: Mapping[str, Any] | None = None) -> int:
@@ -52,8 +53,10 @@ def enable_apply(solutions: Mapping[str, Any] | None = None) -> int:
         files = sorted(folder.glob("solutions/**/*.json")) if folder else []
         read = [Solution.from_dict(json.loads(file.read_text(encoding="utf-8"))) for file in files]
         solutions = {solution.definition: solution for solution in read}
-    loaded = {name: _callable_of(name, solution) for name, solution in solutions.items()}
-    disable_apply()
+    with contextlib.ExitStack() as folders:
+        loaded = {name: _callable_of(name, solution, folders) for name, solution in solutions.items()}
+        disable_apply()
+        _folders.push(folders.pop_all())
     _solutions.update(loaded)
     if not loaded:
         return 0
@@ -81,8 +84,7 @@ def disable_apply() -> None:
     _wrapped.clear()
     _solutions.clear()
     _counts.clear()
-    while _folders:
-        _folders.pop().cleanup()
+    _folders.close()
 
 
 def is_enabled() -> bool:
@@ -98,39 +100,38 @@ def stats() -> dict[str, dict[str, int]]:
     return found
 
 
-def _callable_of(name: str, solution: Any) -> tuple[Function, bool]:
+def _callable_of(name: str, solution: Any, folders: contextlib.ExitStack) -> tuple[Function, bool]:
     if isinstance(solution, Solution):
-        return _loaded(solution), solution.spec.destination_passing_style
+        return _loaded(solution, folders), solution.spec.destination_passing_style
     if not callable(solution):
         raise TypeError(f"solutions[{name!r}]: a function or a Solution is required; got {type(solution).__name__}")
     return solution, False
 
 
-def _loaded(solution: Solution) -> Function:
+def _loaded(solution: Solution, folders: contextlib.ExitStack) -> Function:
     """The function of a solution's entry point, from its sources in a folder of their own."""
     if not solution.spec.is_python_family:
         raise NotImplementedError(
             f"solutions[{solution.definition!r}]: Python is required; got {solution.spec.language.value}: build it "
             "with jit.gen_jit_spec, and pass a function that calls it"
         )
-    folder = tempfile.TemporaryDirectory(prefix="fi-solution-")
-    _folders.append(folder)
+    folder = folders.enter_context(tempfile.TemporaryDirectory(prefix="fi-solution-"))
     for source in solution.sources:
-        path = Path(folder.name, source.path)
+        path = Path(folder, source.path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source.content, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(
-        f"fi_solution_{solution.hash()[:16]}", Path(folder.name, solution.entry_file())
+        f"fi_solution_{solution.hash()[:16]}", Path(folder, solution.entry_file())
     )
     assert spec is not None and spec.loader is not None
     module, before = importlib.util.module_from_spec(spec), set(sys.modules)
-    sys.path.insert(0, folder.name)
+    sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     finally:
-        sys.path.remove(folder.name)
+        sys.path.remove(folder)
         for other in set(sys.modules) - before:  # its other files: the next solution may have such names too
-            if str(getattr(sys.modules[other], "__file__", "")).startswith(folder.name):
+            if str(getattr(sys.modules[other], "__file__", "")).startswith(folder):
                 del sys.modules[other]
     found = getattr(module, solution.entry_symbol(), None)
     if not callable(found):
@@ -154,13 +155,14 @@ def _places(function: Function) -> Iterator[tuple[Any, str, Function]]:
             continue
         seen.add(id(owner))
         for attribute, value in list(vars(owner).items()):
-            if inspect.isfunction(value) and inspect.unwrap(value) is function:
+            if inspect.isfunction(value) and inspect.unwrap(value, stop=lambda f: f is function) is function:
                 yield owner, attribute, value
 
 
 def _standing_in(function: Function, behind: Function) -> Function:
     trace, planned = function.fi_trace.trace, function.fi_trace.planned  # type: ignore[attr-defined]
     signature, api = inspect.signature(function), f"{function.__module__}.{function.__qualname__}"
+    form = str(signature.return_annotation)
 
     @functools.wraps(behind)
     def applied(*args: Any, **kwargs: Any) -> Any:
@@ -179,7 +181,7 @@ def _standing_in(function: Function, behind: Function) -> Function:
             _counts[api, "fallback_no_candidate"] += 1
             return behind(*args, **kwargs)
         try:
-            result = _run(template, arguments, *solution)
+            result = _run(template, arguments, form, *solution)
         except Exception:
             _counts[api, "error"] += 1
             raise
@@ -189,8 +191,8 @@ def _standing_in(function: Function, behind: Function) -> Function:
     return applied
 
 
-def _run(template: TraceTemplate, arguments: Mapping[str, Any], function: Function, writes: bool) -> Any:
-    """The result of a call, as the public function gives it."""
+def _run(template: TraceTemplate, arguments: Mapping[str, Any], form: str, function: Function, writes: bool) -> Any:
+    """The result of a call, in the form that the public function is annotated with."""
     values = template.values(arguments)
     inputs = {name: values.get(name) for name in template.inputs}
     if writes:
@@ -201,15 +203,13 @@ def _run(template: TraceTemplate, arguments: Mapping[str, Any], function: Functi
         outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
     if len(outputs) != len(template.outputs):
         raise ValueError(f"a solution must return {', '.join(template.outputs)}; got {len(outputs)} values")
-    written, rest = [], []
-    for entry, output in zip(template.outputs.values(), outputs):
-        target = arguments.get(entry.param) if entry.param else None
-        if target is None:
-            rest.append(output)
-        else:
-            written.append(target if target is output else target.copy_(output))
-    results = rest or written
-    return results[0] if len(results) == 1 else tuple(results)
+    for number, name in enumerate(template.outputs):
+        target = template.target(name, arguments)
+        if target is not None and target is not outputs[number]:
+            outputs[number] = target.copy_(outputs[number])
+    if form == "None":
+        return None
+    return outputs[0] if form == "torch.Tensor" or len(outputs) == 1 else tuple(outputs)
 
 
 def _empty(template: TraceTemplate, arguments: Mapping[str, Any], inputs: Mapping[str, Any]) -> list[Any]:
@@ -219,7 +219,6 @@ def _empty(template: TraceTemplate, arguments: Mapping[str, Any], inputs: Mappin
     device = next(value.device for value in inputs.values() if isinstance(value, torch.Tensor))
     outputs = []
     for name, (shape, dtype) in template.layouts(arguments).items():
-        entry = template.outputs[name]
-        target = arguments.get(entry.param) if isinstance(entry, Tensor) and entry.param else None
+        target = template.target(name, arguments)
         outputs.append(torch.empty(shape, dtype=getattr(torch, dtype), device=device) if target is None else target)
     return outputs

@@ -140,18 +140,18 @@ class TraceTemplate:
                 found[key] = value
         return found
 
+    def target(self, output: str, arguments: Mapping[str, Any]) -> Any:
+        """The argument of a call that receives an output; None: the output is returned."""
+        entry = self.outputs[output]
+        found = arguments.get(entry.param) if entry.param else None
+        member = None if found is None or not isinstance(entry, Tensor) else entry.tuple_idx
+        return found if member is None else _member(found, member)
+
     def results(self, arguments: Mapping[str, Any], returned: Any) -> dict[str, Any]:
         """The outputs of a call by name: arguments that it wrote, then the returned tensors in order."""
-        rest = list(returned) if isinstance(returned, (tuple, list)) else [returned]
-        found = {}
-        for key, entry in self.outputs.items():
-            value = arguments.get(entry.param) if entry.param else None
-            if value is None:
-                value = rest.pop(0)
-            elif isinstance(entry, Tensor) and entry.tuple_idx is not None:
-                value = _member(value, entry.tuple_idx)
-            found[key] = value
-        return found
+        rest = iter(returned if isinstance(returned, (tuple, list)) else [returned])
+        targets = {key: self.target(key, arguments) for key in self.outputs}
+        return {key: next(rest) if target is None else target for key, target in targets.items()}
 
     def expected(self, arguments: Mapping[str, Any], reference: Callable[..., Any] | None = None) -> dict[str, Any]:
         """The outputs of the reference by name, for arguments as they are before a call; they stay as they are."""

@@ -64,6 +64,28 @@ def test_each_block_has_the_smaller_error(e4m3_max: int, mode: str, dtype: torch
     assert (own <= errors[0] * (1 + 2**-18) + 1e-12).all() and own.sum() < 0.97 * errors[0].sum()
 
 
+def test_special_values_and_ties(device: str) -> None:
+    """Midpoints go to even codes, NaN to 6, and signs stay; the block's largest magnitude is exact with the scale 6."""
+    halves = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
+    x = torch.tensor([[*halves, *(-v for v in halves)]], device=device)
+    x[0, 0] = torch.nan
+    one = torch.ones(1, device=device)
+    q, scales = fi_core.fp4_quantize(x, one, is_sf_swizzled_layout=False, nvfp4_4over6=NVFP44Over6Config())
+    codes = torch.stack((q & 15, q >> 4), -1).flatten().tolist()
+    assert scales.view(torch.float8_e4m3fn).float().item() == 1.0
+    assert [code & 7 for code in codes] == [7, 2, 2, 4, 4, 6, 6, 7, 0, 2, 2, 4, 4, 6, 6, 7]
+    assert [code >> 3 for code in codes[1:]] == [0] * 7 + [1] * 8
+
+
+def test_a_scale_for_each_row(device: str) -> None:
+    x, factors = rand(6, 32, dtype=torch.bfloat16, device=device), torch.arange(1, 7, device=device).float()
+    given: dict[str, Any] = {"is_sf_swizzled_layout": False, "nvfp4_4over6": NVFP44Over6Config()}
+    of_all = fi_core.fp4_quantize(x, factors, **given)
+    for i in range(6):
+        alone = fi_core.fp4_quantize(x[i : i + 1], factors[i : i + 1], **given)
+        assert all(torch.equal(a[i : i + 1], b) for a, b in zip(of_all, alone))
+
+
 def test_layouts_and_forms(device: str) -> None:
     """Every quantizer has the values and scales of the linear form, in its own layout."""
     recipe, factor = NVFP44Over6Config(), torch.tensor([40.0], device=device)
@@ -118,6 +140,16 @@ def test_recipes_and_wrong_arguments() -> None:
          "nvfp4_4over6 must be None unless blocks of 16 have e4m3 scales; got blocks of 32"),
         (lambda: fi_core.fp4_quantize(x.to(torch.float8_e4m3fn), one, nvfp4_4over6=NVFP44Over6Config()), ValueError,
          "nvfp4_4over6 must be None for torch.float8_e4m3fn"),
+        (lambda: fi_core.fp4_quantize(x.long(), one, nvfp4_4over6=NVFP44Over6Config()), ValueError,
+         "nvfp4_4over6 must be None for torch.int64: pass float16"),
+        (lambda: fi_core.fp4_quantize(x, torch.ones(3), nvfp4_4over6=NVFP44Over6Config()), ValueError,
+         r"global_scale must have 1 element, or one for each of 1 matrices or of the 4 rows of one; got \[3\]"),
+        (lambda: fi_core.nvfp4_batched_quantize(x[None].expand(2, -1, -1), torch.ones(4),
+                                                nvfp4_4over6=NVFP44Over6Config()), ValueError,
+         r"one for each of 2 matrices or of the 4 rows of one; got \[4\]"),
+        (lambda: fi_core.scaled_fp4_grouped_quantize(x[None], torch.ones(2, dtype=torch.int32), one,
+                                                     nvfp4_4over6=NVFP44Over6Config()), ValueError,
+         r"mask: shape must be \(1,\), got \(2,\)"),
     ):  # fmt: skip
         with pytest.raises(kind, match=words):
             call()

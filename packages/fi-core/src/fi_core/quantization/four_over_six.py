@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from fi_core.quantization.layout import SfLayout, scale_shape
+from fi_core.quantization.layout import TILE_ROWS, SfLayout, scale_shape
 
 if TYPE_CHECKING:
     import torch
@@ -15,8 +15,6 @@ __all__ = ["NVFP44Over6Config", "NVFP44Over6ErrMode", "nvfp4_e4m3_max", "resolve
 
 _BLOCK = 16
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # of the magnitudes of e2m1
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_TILE_ROWS = {SfLayout.layout_128x4: 128, SfLayout.layout_8x4: 8}
 
 
 class NVFP44Over6ErrMode(IntEnum):
@@ -82,12 +80,19 @@ def nvfp4_e4m3_max(nvfp4_4over6_config: NVFP44Over6Config | None = None) -> floa
 
 
 def _codes(x: torch.Tensor) -> torch.Tensor:
-    """e2m1 of fp32: to nearest, ties to even, NaN to 6."""
+    """e2m1 of fp32: to nearest, ties to even, NaN to 6. No constant is a tensor: the host would wait for its copy."""
+    size, codes = x.abs(), x.signbit().long() << 3
+    for code, middle in enumerate(_MIDPOINTS):
+        codes += ~(size < middle if code % 2 else size <= middle)
+    return codes
+
+
+def _values(codes: torch.Tensor) -> torch.Tensor:
+    """fp32 of e2m1: the magnitude of code c is max(c / 2, c - 2, 2 c - 8)."""
     import torch
 
-    size, mids = x.abs(), x.new_tensor(_MIDPOINTS)
-    below, above = torch.bucketize(size, mids), torch.bucketize(size, mids, right=True)
-    return torch.where(below % 2 == 0, below, above) | x.signbit().long() << 3
+    size = (codes & 7).float()
+    return torch.maximum(torch.maximum(size / 2, size - 2), 2 * size - 8) * torch.where(codes > 7, -1.0, 1.0)
 
 
 def _candidate(
@@ -99,10 +104,28 @@ def _candidate(
     stored = (scale * amax / largest).clamp(max=float(recipe.e4m3_max)).to(torch.float8_e4m3fn)
     step = stored.float() / scale
     codes = _codes(x / step.where(step != 0, 1.0)[..., None]).where(step[..., None] != 0, 0)
-    values = x.new_tensor(_VALUES)[codes & 7] * torch.where(codes > 7, -1.0, 1.0) * step[..., None]
-    error = (values - x).abs()
+    error = (_values(codes) * step[..., None] - x).abs()
     error = error.square() if recipe.err_mode is NVFP44Over6ErrMode.MSE else error
     return codes, stored.view(torch.uint8), error.sum(-1)
+
+
+def _scale_of_blocks(x: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
+    """The global scale in a shape that broadcasts to the blocks of x, `[.., m, k / 16]`."""
+    import torch
+
+    if global_scale is None:
+        return x.new_ones(1, dtype=torch.float32)
+    matrices, rows = (1, len(x)) if x.ndim == 2 else x.shape[:2]
+    shapes: dict[int, tuple[int, ...]] = {1: (1,), matrices: (matrices, *[1] * (x.ndim - 1))}
+    if matrices == 1:
+        shapes[rows] = (rows, 1)
+    count = global_scale.numel()
+    if count not in shapes:
+        raise ValueError(
+            f"global_scale must have 1 element, or one for each of {matrices} matrices or of the {rows} rows of one; "
+            f"got {list(global_scale.shape)}"
+        )
+    return global_scale.float().view(shapes[count])
 
 
 def quantize_rows(
@@ -113,17 +136,16 @@ def quantize_rows(
     global_scale: fp32 of one element, of one for each matrix `[b, m, k]`, or of one for each row; None: 1.
 
     Raises:
-        ValueError: k is no multiple of 16, or x is fp8.
+        ValueError: k is no multiple of 16, x has another dtype, or global_scale another number of elements.
     """
     import torch
 
-    if x.dtype.itemsize == 1:
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"nvfp4_4over6 must be None for {x.dtype}: pass float16, bfloat16 or float32")
     if x.shape[-1] % _BLOCK:
         raise ValueError(f"input must have a multiple of {_BLOCK} columns; got {list(x.shape)}")
-    scale = x.new_ones(1, dtype=torch.float32) if global_scale is None else global_scale.float()
+    scale = _scale_of_blocks(x, global_scale)
     scale = scale.reciprocal() if inverse else scale
-    scale = scale.view(-1, *[1] * (x.ndim - 1)) if scale.numel() > 1 else scale
     blocks = x.float().unflatten(-1, (-1, _BLOCK))
     amax = blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1)
     (codes, stored, error), (other, other_stored, other_error) = (
@@ -141,7 +163,7 @@ def laid_out(scales: torch.Tensor, layout: SfLayout) -> torch.Tensor:
     rows, columns = scale_shape(layout, *scales.shape[-2:])
     padded = scales.new_zeros(*scales.shape[:-2], rows, columns)
     padded[..., : scales.shape[-2], : scales.shape[-1]] = scales
-    tiles = padded.unflatten(-1, (-1, 4)).unflatten(-3, (-1, _TILE_ROWS[layout])).transpose(-3, -2)
+    tiles = padded.unflatten(-1, (-1, 4)).unflatten(-3, (-1, TILE_ROWS[layout])).transpose(-3, -2)
     if layout is SfLayout.layout_128x4:  # row r of a tile lies at r % 32, r // 32
         tiles = tiles.unflatten(-2, (4, 32)).transpose(-3, -2)
     found: torch.Tensor = tiles.reshape(padded.shape)

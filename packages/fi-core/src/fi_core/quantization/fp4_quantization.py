@@ -18,6 +18,7 @@ from fi_core.quantization.layout import SfLayout, checked_layout, in_fp32, layou
 from fi_core.quantization.ops import E4M3_SCALE, UE8M0_SCALE
 from fi_core.runtime.errors import WrongDtypeError, refuse
 from fi_core.utils import (
+    check_shape_dtype_device,
     get_shuffle_block_size,
     get_shuffle_matrix_a_row_indices,
     get_shuffle_matrix_sf_a_row_indices,
@@ -333,6 +334,7 @@ def _quantize_batch(
         _check_recipe_block(block)
         out, scales = quantize_rows(a, global_scale, recipe)
         if mask is not None:
+            check_shape_dtype_device(mask, (b,), torch.int32, a.device, "mask")
             scales = scales.masked_fill(torch.arange(m, device=a.device)[:, None] >= mask.view(-1, 1, 1), 0)
         return out, laid_out(scales, SfLayout.layout_128x4)
     out = a.new_empty((b, m, k // 2), dtype=torch.uint8)

@@ -25,14 +25,14 @@ class SfLayout(Enum):
     layout_linear = 2
 
 
-_TILE_ROWS = {SfLayout.layout_128x4: 128, SfLayout.layout_8x4: 8}
+TILE_ROWS = {SfLayout.layout_128x4: 128, SfLayout.layout_8x4: 8}
 
 
 def scale_shape(layout: SfLayout, rows: int, columns: int) -> tuple[int, int]:
     """The shape of the scales of a matrix, with padding."""
     if layout is SfLayout.layout_linear:
         return rows, columns
-    return round_up(rows, _TILE_ROWS[layout]), round_up(columns, 4)
+    return round_up(rows, TILE_ROWS[layout]), round_up(columns, 4)
 
 
 def layout_of(swizzled: bool, tiles_of_8: bool = False) -> SfLayout:

@@ -99,7 +99,9 @@ def cake_top_k_top_p_sampling_from_probs(
     if renorm_out is not None or values is not None:
         width = min(bound, vocab)
         kept, index = select_top_k(probs, width, sorted=True, tie_break=TopKTieBreak.SMALL)
-        lengths = torch.as_tensor(top_k, dtype=torch.int32, device=probs.device).expand(rows).clamp(max=width)
+        lengths = torch.full((rows,), width, dtype=torch.int32, device=probs.device)
+        if isinstance(top_k, torch.Tensor):
+            lengths = lengths.minimum(top_k)
         inside = torch.arange(width, device=probs.device) < lengths[:, None]
         written = [] if values is None else [(values, kept), (tokens, index.int())]
         if renorm_out is not None:

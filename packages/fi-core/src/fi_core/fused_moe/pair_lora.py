@@ -317,7 +317,9 @@ def prepare_bgmv_moe(
     if len({*tables[0][1]}) != 1:
         raise ValueError(f"lora_a_weights must have one stride between adapters in all slices; got {tables[0][1]}")
     widths = [w.shape[2] for w in lora_b_weights]
-    starts = torch.tensor([sum(widths[:s]) for s in range(count)], device=x.device)
+    starts = torch.empty(count, dtype=torch.int64, device=x.device)
+    for s in range(count):
+        starts[s].fill_(sum(widths[:s]))  # a copy from the host would wait for the device
     shapes = (count, sorted_token_ids.numel(), rank), (len(x), sum(widths))
     memory = []
     for name, given, shape, dtype in (

@@ -388,15 +388,18 @@ MAMBA = (
     switch("varlen", "packed requests"),
     Flag("algorithm", "algorithm", str, "auto", metavar="NAME"),
 )
-SSD = (
-    number("batch_size", 1, "sequences"),
-    number("seq_len", None, "tokens of a sequence", True),
+_STATES = (
     number("nheads", None, "heads", True),
     number("dim", 64, "head dimension"),
     number("dstate", 128, "state dimension"),
     number("ngroups", 8, "groups"),
     dtype("input_dtype", "bfloat16"),
     dtype("state_dtype", "float32"),
+)
+SSD = (
+    number("batch_size", 1, "sequences"),
+    number("seq_len", None, "tokens of a sequence", True),
+    *_STATES,
     switch("has_z", "gate z"),
     switch("dt_softplus", "softplus of dt"),
 )
@@ -404,12 +407,7 @@ RING = (
     number("batch_size", None, "requests", True),
     number("seq_len", 4, "new tokens of a request"),
     number("ring", 12, "rows of a ring: the tokens that are replayed and the new ones"),
-    number("nheads", None, "heads", True),
-    number("dim", 64, "head dimension"),
-    number("dstate", 128, "state dimension"),
-    number("ngroups", 8, "groups"),
-    dtype("input_dtype", "bfloat16"),
-    dtype("state_dtype", "float32"),
+    *_STATES,
 )
 LORA = (
     number("num_tokens", None, "tokens", True),

@@ -219,7 +219,7 @@ def _attention(x: _Inputs) -> Calls:
 
 
 def _states(x: _Inputs) -> Calls:
-    """Of Mamba-2, beside `selective_state_update`."""
+    """Of Mamba-2 beside `selective_state_update`, of adapters, and of an indexer."""
     import torch
 
     rand = x.rand

@@ -62,10 +62,9 @@ ROPE = Op(
     name="rope",
     family="rope",
     arguments="Tensor(a!) q_out, Tensor(b!) k_out, Tensor q, Tensor k, Tensor? pos_ids=None, Tensor? indptr=None, "
-    "Tensor? offsets=None, Tensor? cos_sin_cache=None, int? head_dim=None, int? rotary_dim=None, "
-    "bool interleave=False, float rope_scale=1.0, float rope_theta=10000.0, float low_freq_factor=0.0, "
-    "float high_freq_factor=0.0, float old_context_len=0.0, Tensor? q_weight=None, Tensor? k_weight=None, "
-    "float eps=1e-06",
+    "Tensor? offsets=None, int? rotary_dim=None, bool interleave=False, float rope_scale=1.0, "
+    "float rope_theta=10000.0, float low_freq_factor=0.0, float high_freq_factor=0.0, float old_context_len=0.0, "
+    "Tensor? cos_sin_cache=None, int? head_dim=None, Tensor? q_weight=None, Tensor? k_weight=None, float eps=1e-06",
     axes={"dtype": ("f16", "bf16", "f32"), "norm": (False, True)},
     config=RopeConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _rope_unit)),
@@ -75,11 +74,11 @@ ROPE = Op(
 _rope = operator(ROPE)
 
 
-def _rotated(q: torch.Tensor, k: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotated(q: torch.Tensor, k: torch.Tensor, *values: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
     q_rope, k_rope = torch.empty_like(q), torch.empty_like(k)
-    _rope(q_rope, k_rope, q, k, **arguments)
+    _rope(q_rope, k_rope, q, k, *values, **named)
     return q_rope, k_rope
 
 
@@ -112,16 +111,7 @@ def apply_rope(
     Returns:
         (q_rope, k_rope), new tensors with the shapes and dtype of q and k.
     """
-    return _rotated(
-        q,
-        k,
-        indptr=indptr,
-        offsets=offsets,
-        rotary_dim=rotary_dim,
-        interleave=interleave,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-    )
+    return _rotated(q, k, None, indptr, offsets, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 @fi_api(trace=trace.plain("apply_rope_inplace", ragged=True, inplace=True))
@@ -143,18 +133,7 @@ def apply_rope_inplace(
         q: `[nnz, num_qo_heads, head_dim]`, fp16, bf16 or fp32; rotated in place.
         k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
     """
-    _rope(
-        q,
-        k,
-        q,
-        k,
-        indptr=indptr,
-        offsets=offsets,
-        rotary_dim=rotary_dim,
-        interleave=interleave,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-    )
+    _rope(q, k, q, k, None, indptr, offsets, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 @fi_api(trace=trace.llama31("apply_llama31_rope", ragged=True))
@@ -192,19 +171,8 @@ def apply_llama31_rope(
     Returns:
         (q_rope, k_rope), new tensors with the shapes and dtype of q and k.
     """
-    return _rotated(
-        q,
-        k,
-        indptr=indptr,
-        offsets=offsets,
-        rotary_dim=rotary_dim,
-        interleave=interleave,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-        low_freq_factor=low_freq_factor,
-        high_freq_factor=high_freq_factor,
-        old_context_len=old_context_len,
-    )
+    scaling = (rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
+    return _rotated(q, k, None, indptr, offsets, rotary_dim, interleave, *scaling)
 
 
 @fi_api(trace=trace.llama31("apply_llama31_rope_inplace", ragged=True, inplace=True))
@@ -229,21 +197,8 @@ def apply_llama31_rope_inplace(
         q: `[nnz, num_qo_heads, head_dim]`, fp16, bf16 or fp32; rotated in place.
         k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
     """
-    _rope(
-        q,
-        k,
-        q,
-        k,
-        indptr=indptr,
-        offsets=offsets,
-        rotary_dim=rotary_dim,
-        interleave=interleave,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-        low_freq_factor=low_freq_factor,
-        high_freq_factor=high_freq_factor,
-        old_context_len=old_context_len,
-    )
+    scaling = (rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
+    _rope(q, k, q, k, None, indptr, offsets, rotary_dim, interleave, *scaling)
 
 
 @fi_api(trace=trace.plain("apply_rope_pos_ids"))
@@ -272,15 +227,7 @@ def apply_rope_pos_ids(
     Returns:
         (q_rope, k_rope), new tensors with the shapes and dtype of q and k.
     """
-    return _rotated(
-        q,
-        k,
-        pos_ids=pos_ids,
-        rotary_dim=rotary_dim,
-        interleave=interleave,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-    )
+    return _rotated(q, k, pos_ids, None, None, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 @fi_api(trace=trace.plain("apply_rope_pos_ids_inplace", inplace=True))
@@ -301,17 +248,7 @@ def apply_rope_pos_ids_inplace(
         q: `[nnz, num_qo_heads, head_dim]`, fp16, bf16 or fp32; rotated in place.
         k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
     """
-    _rope(
-        q,
-        k,
-        q,
-        k,
-        pos_ids=pos_ids,
-        rotary_dim=rotary_dim,
-        interleave=interleave,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-    )
+    _rope(q, k, q, k, pos_ids, None, None, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 @fi_api(trace=trace.llama31("apply_llama31_rope_pos_ids"))
@@ -344,18 +281,8 @@ def apply_llama31_rope_pos_ids(
     Returns:
         (q_rope, k_rope), new tensors with the shapes and dtype of q and k.
     """
-    return _rotated(
-        q,
-        k,
-        pos_ids=pos_ids,
-        rotary_dim=rotary_dim,
-        interleave=interleave,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-        low_freq_factor=low_freq_factor,
-        high_freq_factor=high_freq_factor,
-        old_context_len=old_context_len,
-    )
+    scaling = (rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
+    return _rotated(q, k, pos_ids, None, None, rotary_dim, interleave, *scaling)
 
 
 @fi_api(trace=trace.llama31("apply_llama31_rope_pos_ids_inplace", inplace=True))
@@ -379,20 +306,8 @@ def apply_llama31_rope_pos_ids_inplace(
         q: `[nnz, num_qo_heads, head_dim]`, fp16, bf16 or fp32; rotated in place.
         k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
     """
-    _rope(
-        q,
-        k,
-        q,
-        k,
-        pos_ids=pos_ids,
-        rotary_dim=rotary_dim,
-        interleave=interleave,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-        low_freq_factor=low_freq_factor,
-        high_freq_factor=high_freq_factor,
-        old_context_len=old_context_len,
-    )
+    scaling = (rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
+    _rope(q, k, q, k, pos_ids, None, None, rotary_dim, interleave, *scaling)
 
 
 @fi_api(trace=trace.cached("apply_rope_with_cos_sin_cache"))

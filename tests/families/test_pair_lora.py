@@ -179,3 +179,19 @@ def test_refuses_by_name(device: str) -> None:
         moe.bgmv_moe_gemm1_lora_delta(x, table, 1, table, 1, ids, of, RANK, INTER)
     with pytest.raises(ValueError, match="y must be float32"):
         moe.bgmv_moe_expand(x, x[None, :, :RANK], table, pairs, ids[:, 0], weights, of, pairs[:1], [INTER], 1)
+    with pytest.raises(TypeError, match=r"topk_weights must be torch\.float32; got torch\.int64"):
+        moe.bgmv_moe(x, [a], [b], pairs, ids[:, 0], of, pairs, EXPERTS)
+
+
+@pytest.mark.parametrize("first", [-8, 8, 1 << 40])
+def test_a_slice_outside_of_the_output_is_refused(first: int) -> None:
+    """Nothing is written behind or before y, summed or not."""
+    b = bank(INTER, RANK, "cpu", 2)
+    table, pairs = torch.zeros(1, EXPERTS, dtype=torch.int64), torch.arange(4)
+    stride = moe.fill_w_ptr(table, b, EXPERTS, 0)
+    x, y = rand(1, 4, RANK, dtype=BF16, device="cpu"), torch.zeros(4, INTER)
+    fixed = (table, pairs, torch.zeros_like(pairs), torch.ones(4), torch.zeros_like(pairs))
+    for finalize in (True, False):
+        with pytest.raises(ValueError, match=rf"slice_start_loc must be in 0\.\.0 for the {INTER} .* got {first}"):
+            moe.bgmv_moe_expand(y, x, *fixed, torch.tensor([first]), [INTER], stride, finalize=finalize)
+    assert not y.any()

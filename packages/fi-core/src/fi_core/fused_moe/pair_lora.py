@@ -91,6 +91,8 @@ def _check_pairs(sorted_token_ids: torch.Tensor, expert_ids: torch.Tensor) -> No
 def _check_weights(topk_weights: torch.Tensor | None, pairs: int) -> None:
     if topk_weights is None:
         raise TypeError(f"topk_weights must be a tensor of shape [{pairs}]; got None")
+    if str(topk_weights.dtype) != "torch.float32":
+        raise TypeError(f"topk_weights must be torch.float32; got {topk_weights.dtype}")
 
 
 @fi_api

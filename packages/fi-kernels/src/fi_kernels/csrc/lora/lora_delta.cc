@@ -121,6 +121,18 @@ void check_keys(const Kernel& kernel, const LoraDeltaArgs& a, int64_t loras, int
   }
 }
 
+// Raises unless each slice of the output lies within its columns.
+void check_begins(const Kernel& kernel, const LoraDeltaArgs& a, const LoraDeltaParams& p, int64_t width) {
+  const Integers begins(kernel, a.begins);
+  for (int64_t s = 0; s < begins.size(); ++s) {
+    const int64_t last = width - p.slices[s].columns;
+    FI_CHECK(begins[s] >= 0 && begins[s] <= last, ValueError,
+             "slice_start_loc must be in 0..%lld for the %d columns of slice %lld; got %lld",
+             static_cast<long long>(last), p.slices[s].columns, static_cast<long long>(s),
+             static_cast<long long>(begins[s]));
+  }
+}
+
 // The dtype of the weights: of x or, of banks, their own.
 DType weights_dtype(const LoraDeltaArgs& a) {
   const OptionalTensor& w = a.a ? a.a : a.b;
@@ -269,7 +281,10 @@ void lora_delta(const Kernel& kernel, const LoraDeltaArgs& a) {
     p.scales = a.scales.data<float>();
   }
   if (pairs == 0) return;
-  if (kernel.checks_contents(a.x.device())) check_keys(kernel, a, loras, tokens);
+  if (kernel.checks_contents(a.x.device())) {
+    check_keys(kernel, a, loras, tokens);
+    if (a.begins) check_begins(kernel, a, p, width);
+  }
 
   // 2 shape
   p.pairs.first_expert = a.first_expert;

@@ -225,8 +225,9 @@ class Child:
             text = process.stdout.readline() if ready.select(self.limit) else None
         if not text:
             process.kill()
-            why = f"no answer within {self.limit:g} s: it hangs" if text is None else "the process ended with code "
-            return Outcome(number, failure=why + ("" if text is None else str(process.wait())))
+            code = process.wait()  # else the next case would be given to a process that is about to end
+            ended = f"the process ended with code {code}"
+            return Outcome(number, failure=f"no answer within {self.limit:g} s: it hangs" if text is None else ended)
         answer = json.loads(text)
         return Outcome(number, tuple(answer.get("sums", ())), answer.get("failure", ""))
 

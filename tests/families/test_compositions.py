@@ -213,6 +213,12 @@ def test_top_k_varlen(next_n: int, ratio: int, dtype: torch.dtype, device: str) 
     room = torch.empty_like(indices)
     assert fi_core.top_k_varlen(logits, lens, 8, None, ratio, next_n, out_indices=room) == (room, None)
     assert torch.equal(room, indices)
+    assert values is not None
+    own = torch.zeros_like(values)
+    found, written = fi_core.top_k_varlen(logits, lens, 8, None, ratio, next_n, True, room, own)
+    assert found is room
+    assert written is own
+    assert torch.equal(own, values)
     with pytest.raises(BackendSupportedError):
         fi_core.top_k_varlen(logits, lens, 8, backend="gvr")
     with pytest.raises(ValueError, match="logits must have shape"):

@@ -47,9 +47,19 @@ def adapters(tokens: int, device: str, gated: bool = True, rank: int = 16, scale
 
 
 def layer(
-    x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, lora: Any, kind: Act
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scales: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    lora: Any,
+    kind: Act,
+    biases: tuple[Any, Any] = (0.0, 0.0),
+    **constants: float,
 ) -> torch.Tensor:
-    """In fp64, pair after pair."""
+    """In fp64, pair after pair. biases: `[experts, n]` and `[experts, hidden]`, or of all."""
+    tensors = (torch.as_tensor(b, dtype=torch.float64, device=x.device) for b in biases)
+    up, down = (torch.atleast_1d(b).expand(len(w1), -1) for b in tensors)
     halves = (len(lora) - 3) // 2
     a, b, (a2, b2, of, *scale) = lora[:halves], lora[halves : 2 * halves], lora[2 * halves :]
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
@@ -58,12 +68,12 @@ def layer(
         for j, e in enumerate(ids[t].tolist()):
             if not 0 <= e < len(w1):
                 continue
-            h = w1[e].double() @ x[t].double()
+            h = w1[e].double() @ x[t].double() + up[e]
             if adapter >= 0:
                 h += factor * torch.cat([d[adapter, e].double() @ (c[adapter, e].double() @ x[t].double())
                                          for c, d in zip(a, b)])  # fmt: skip
-            act = activate(h, kind)
-            y = w2[e].double() @ act
+            act = activate(h, kind, **constants)
+            y = w2[e].double() @ act + down[e]
             if adapter >= 0:
                 y += factor * (b2[adapter, e].double() @ (a2[adapter, e].double() @ act))
             out[t] += scales[t, j].double() * y
@@ -101,6 +111,25 @@ def test_adapters_of_experts(tokens: int, form: str, device: str) -> None:
     again = cutlass_fused_moe(x, ids, scales, w1, w2, BF16, lora=lora, **more)
     assert torch.equal(got, again)
     assert tokens == 1 or not torch.equal(got, base)
+
+
+@pytest.mark.parametrize("form", ["16 bits", "fp8", "mxfp4"])
+@pytest.mark.parametrize("tokens", [4, 64])
+def test_adapters_beside_other_options(tokens: int, form: str, device: str) -> None:
+    """Biases, constants of the activation, experts of the second of two ranks, and no weights of the experts."""
+    w1, w2, v1, v2, more = weights_of(form, device, 2 * INTER)
+    x, (ids, _) = rand(tokens, HIDDEN, dtype=BF16, device=device), chosen(tokens, 2 * EXPERTS, TOP_K, device)
+    biases = tuple(rand(EXPERTS, n, dtype=BF16, device=device, seed=n) for n in (2 * INTER, HIDDEN))
+    constants = {"alpha": 1.75, "beta": 0.5, "limit": 1.5}
+    for name, value in constants.items():
+        more[f"swiglu_{name}"] = torch.full((EXPERTS,), value, device=device)
+    lora = adapters(tokens, device)
+    own: Any = {"activation_type": Act.SwigluBias, "ep_size": 2, "ep_rank": 1, **more}
+    own |= dict(zip(("fc1_expert_biases", "fc2_expert_biases"), biases))
+    got = cutlass_fused_moe(x, ids, None, w1, w2, BF16, lora=lora, **own)
+    ones = torch.ones(tokens, TOP_K, device=device)
+    want = layer(x, ids - EXPERTS, ones, v1, v2, lora, Act.SwigluBias, biases, **constants)
+    assert error(got, want) < LIMIT[form]
 
 
 @pytest.mark.parametrize("tokens", [4, 64])

@@ -61,6 +61,29 @@ def test_pairs_in_any_order(widths: tuple[int, ...], index: torch.dtype, device:
     assert_close(plan.run(), 2 * want, tolerance=(3e-2, 4e-2))
 
 
+def test_memory_and_columns_of_the_caller(device: str) -> None:
+    x, of = rand(TOKENS, HIDDEN, dtype=torch.float16, device=device), adapters(TOKENS, device)
+    ids, weights = chosen(TOKENS, EXPERTS, TOP_K, device)
+    tokens = torch.arange(TOKENS, device=device).repeat_interleave(TOP_K)
+    a, b = bank(RANK, HIDDEN, device, 1).half(), bank(INTER, RANK, device, 2).half()
+    arguments: Any = (x, [a], [b], tokens, ids.flatten(), of, weights.flatten().contiguous(), EXPERTS)
+    want = moe.bgmv_moe(*arguments)
+    wide = moe.bgmv_moe(*arguments, output_dim=INTER + 24)
+    assert wide.shape == (TOKENS, INTER + 24)
+    assert torch.equal(wide[:, :INTER], want)
+    assert not wide[:, INTER:].any()
+    with pytest.raises(ValueError, match=f"output_dim must be at least {INTER}, .* got {INTER - 1}"):
+        moe.bgmv_moe(*arguments, output_dim=INTER - 1)
+    shrunk = torch.full((1, len(tokens), RANK), 7.0, dtype=x.dtype, device=device)
+    sums = torch.full((TOKENS, INTER), 7.0, device=device)
+    plan = moe.prepare_bgmv_moe(*arguments, shrink_out=shrunk, y_accum=sums)
+    assert plan.run() is sums
+    assert torch.equal(sums.half(), want)
+    for name, wrong in (("shrink_out", shrunk.float()), ("y_accum", sums[:, 8:])):
+        with pytest.raises(ValueError, match=f"{name} must be torch"):
+            moe.prepare_bgmv_moe(*arguments, **{name: wrong})
+
+
 def test_shrink_adds_and_expand_without_sums_stores(device: str) -> None:
     x, of = rand(TOKENS, HIDDEN, dtype=BF16, device=device), adapters(TOKENS, device)
     ids, weights = chosen(TOKENS, EXPERTS, TOP_K, device)

@@ -50,6 +50,19 @@ def test_a_block_of_zeros_gives_zeros(device: str) -> None:
     assert not scales.any()
 
 
+def test_blocks_of_32_with_e4m3_scales(device: str) -> None:
+    """Each form has the values and scales of fp4_quantize."""
+    x, scale = normal(2, 37, 160).to(device), one(90.0, device)
+    q, scales = fi_core.fp4_quantize(x, scale, 32, is_sf_swizzled_layout=False)
+    own = fi_core.nvfp4_quantize(x.flatten(0, 1), scale, SfLayout.layout_linear, sf_vec_size=32)
+    assert torch.equal(own[0], q.flatten(0, 1))
+    assert torch.equal(own[1], scales)
+    batched, swizzled = fi_core.nvfp4_batched_quantize(x, scale, 32)
+    assert torch.equal(batched, q)
+    for matrix, of_matrix in zip(swizzled, scales.view(2, 37, 5)):
+        assert torch.equal(matrix, fi_core.block_scale_interleave(of_matrix.contiguous()))
+
+
 @pytest.mark.parametrize("block", [16, 32])
 def test_the_inverse_is_within_half_a_step(block: int, device: str) -> None:
     x = normal(37, 160).to(device)

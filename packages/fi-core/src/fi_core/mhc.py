@@ -186,7 +186,7 @@ def _make_post(draw: Draw, *, dtype: str = "bfloat16", num_tokens: int = 5, hidd
 
 
 def _make_prenorm(
-    draw: Draw, *, dtype: str = "bfloat16", num_tokens: int = 5, hidden_size: int = 264, sinkhorn_repeat: int = 20
+    draw: Draw, *, dtype: str = "bfloat16", num_tokens: int = 5, hidden_size: int = 264, **numbers: float
 ) -> dict[str, Any]:
     residual = draw.normal((num_tokens, _STREAMS, hidden_size), dtype, 3.0)
     return {
@@ -195,18 +195,15 @@ def _make_prenorm(
         "mhc_scale": draw.normal((3,), "float32"),
         "mhc_base": draw.normal((_LOGITS,), "float32"),
         "mhc_post_mult_value": 2.0,
-        "sinkhorn_repeat": sinkhorn_repeat,
+        **numbers,
     }
 
 
-def _make_pre(
-    draw: Draw, *, dtype: str = "bfloat16", num_tokens: int = 5, hidden_size: int = 264, sinkhorn_repeat: int = 20
-) -> dict[str, Any]:
-    made = _make_prenorm(
-        draw, dtype=dtype, num_tokens=num_tokens, hidden_size=hidden_size, sinkhorn_repeat=sinkhorn_repeat
-    )
-    squares = made["residual"].float().square().sum((-1, -2))
-    return {"dot_mix": made.pop("dot_mix"), "sqrsum": squares, "k": _STREAMS * hidden_size, **made}
+def _make_pre(draw: Draw, *, num_tokens: int = 5, **sizes: Any) -> dict[str, Any]:
+    made = _make_prenorm(draw, num_tokens=num_tokens, **sizes)
+    residual = made["residual"]
+    squares = residual.float().square().sum((-1, -2))
+    return {"dot_mix": made.pop("dot_mix"), "sqrsum": squares, "k": _STREAMS * residual.shape[-1], **made}
 
 
 def _work(flops: int, arguments: Mapping[str, Any]) -> Work:
@@ -242,7 +239,11 @@ def _pre_trace(name: str, reference: Any, make: Any, others: tuple[str, ...], **
         reference=(_mixed, reference),
         op="mhc_pre",
         make=make,
-        samples=samples({"dtype": FLOATS, "num_tokens, hidden_size": ((5, 264), (3, 7), (2, 4096), (0, 64))}),
+        samples=(
+            *samples({"dtype": FLOATS, "num_tokens, hidden_size": ((5, 264), (3, 7), (2, 4096), (0, 64))}),
+            {"rms_eps": 0.5, "mhc_pre_eps": 0.25, "mhc_sinkhorn_eps": 0.125, "mhc_post_mult_value": 3.0},
+            {"sinkhorn_repeat": 1},
+        ),
         work=functools.partial(_work, 3),
         eager=_pre_eager,
         # A sum of four streams may cancel; logits of 20 lose digits in the exponential.

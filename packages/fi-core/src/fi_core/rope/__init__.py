@@ -62,9 +62,10 @@ ROPE = Op(
     name="rope",
     family="rope",
     arguments="Tensor(a!) q_out, Tensor(b!) k_out, Tensor q, Tensor k, Tensor? pos_ids=None, Tensor? indptr=None, "
-    "Tensor? offsets=None, int? rotary_dim=None, bool interleave=False, float rope_scale=1.0, "
-    "float rope_theta=10000.0, float low_freq_factor=0.0, float high_freq_factor=0.0, float old_context_len=0.0, "
-    "Tensor? cos_sin_cache=None, int? head_dim=None, Tensor? q_weight=None, Tensor? k_weight=None, float eps=1e-06",
+    "Tensor? offsets=None, Tensor? cos_sin_cache=None, int? head_dim=None, int? rotary_dim=None, "
+    "bool interleave=False, float rope_scale=1.0, float rope_theta=10000.0, float low_freq_factor=0.0, "
+    "float high_freq_factor=0.0, float old_context_len=0.0, Tensor? q_weight=None, Tensor? k_weight=None, "
+    "float eps=1e-06",
     axes={"dtype": ("f16", "bf16", "f32"), "norm": (False, True)},
     config=RopeConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _rope_unit)),
@@ -74,11 +75,46 @@ ROPE = Op(
 _rope = operator(ROPE)
 
 
-def _rotated(q: torch.Tensor, k: torch.Tensor, *values: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotate(
+    q_out: torch.Tensor,
+    k_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    pos_ids: torch.Tensor | None,
+    indptr: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    rotary_dim: int | None,
+    interleave: bool,
+    rope_scale: float,
+    rope_theta: float,
+    low_freq_factor: float = 0.0,
+    high_freq_factor: float = 0.0,
+    old_context_len: float = 0.0,
+) -> None:
+    """Rotates by angles of a formula: that of RoPE, or with the last three arguments that of Llama 3.1."""
+    _rope(
+        q_out,
+        k_out,
+        q,
+        k,
+        pos_ids=pos_ids,
+        indptr=indptr,
+        offsets=offsets,
+        rotary_dim=rotary_dim,
+        interleave=interleave,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=high_freq_factor,
+        old_context_len=old_context_len,
+    )
+
+
+def _rotated(q: torch.Tensor, k: torch.Tensor, *angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
     q_rope, k_rope = torch.empty_like(q), torch.empty_like(k)
-    _rope(q_rope, k_rope, q, k, *values, **named)
+    _rotate(q_rope, k_rope, q, k, *angles)
     return q_rope, k_rope
 
 
@@ -133,7 +169,7 @@ def apply_rope_inplace(
         q: `[nnz, num_qo_heads, head_dim]`, fp16, bf16 or fp32; rotated in place.
         k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
     """
-    _rope(q, k, q, k, None, indptr, offsets, rotary_dim, interleave, rope_scale, rope_theta)
+    _rotate(q, k, q, k, None, indptr, offsets, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 @fi_api(trace=trace.llama31("apply_llama31_rope", ragged=True))
@@ -198,7 +234,7 @@ def apply_llama31_rope_inplace(
         k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
     """
     scaling = (rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
-    _rope(q, k, q, k, None, indptr, offsets, rotary_dim, interleave, *scaling)
+    _rotate(q, k, q, k, None, indptr, offsets, rotary_dim, interleave, *scaling)
 
 
 @fi_api(trace=trace.plain("apply_rope_pos_ids"))
@@ -248,7 +284,7 @@ def apply_rope_pos_ids_inplace(
         q: `[nnz, num_qo_heads, head_dim]`, fp16, bf16 or fp32; rotated in place.
         k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
     """
-    _rope(q, k, q, k, pos_ids, None, None, rotary_dim, interleave, rope_scale, rope_theta)
+    _rotate(q, k, q, k, pos_ids, None, None, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 @fi_api(trace=trace.llama31("apply_llama31_rope_pos_ids"))
@@ -307,7 +343,7 @@ def apply_llama31_rope_pos_ids_inplace(
         k: `[nnz, num_kv_heads, head_dim]`, dtype of q; rotated in place.
     """
     scaling = (rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
-    _rope(q, k, q, k, pos_ids, None, None, rotary_dim, interleave, *scaling)
+    _rotate(q, k, q, k, pos_ids, None, None, rotary_dim, interleave, *scaling)
 
 
 @fi_api(trace=trace.cached("apply_rope_with_cos_sin_cache"))

@@ -38,6 +38,10 @@ def test_the_example_of_two_stages() -> None:
 def test_groups_divide_the_ranks() -> None:
     """Every dimension's groups are a partition, and its rank is the place in the group."""
     for rank in range(16):
+        m = Mapping(16, rank, tp_size=8, cp_size=2, moe_cluster_size=2, moe_ep_size=2, cp_config={"type": "ring"})
+        assert m.moe_cluster_group[m.moe_cluster_rank] == m.moe_ep_group[m.moe_ep_rank] == rank and m.moe_tp_size == 2
+        assert (m.moe_tp_rank * 2 + m.moe_ep_rank) * 2 + m.moe_cluster_rank == m.tp_rank and m.has_moe_cluster()
+        assert Mapping.from_dict(m.to_dict()) == m
         m = Mapping(16, rank, tp_size=4, cp_size=2, pp_size=2, moe_ep_size=2, moe_tp_size=2)
         for group, place in (
             (m.tp_group, m.tp_rank), (m.cp_group, m.cp_rank), (m.pp_group, m.pp_rank),

@@ -10,6 +10,7 @@ import torch
 from families.harness import rand
 from families.paged import Paged, paged
 from families.test_decode_block_tables import arguments
+from fi_core import batch_invariant
 from fi_core.decode import BlockTablesPlan, trtllm_batch_decode_with_kv_cache
 from fi_core.runtime.machine import Rehearsal
 from fi_core.runtime.spec.target import Target
@@ -100,6 +101,23 @@ def test_a_call_of_another_step_is_refused(change: dict[str, Any], wrong: str) -
         other |= {"seq_lens": given["seq_lens"][:2], "block_tables": given["block_tables"][:2]}
     with pytest.raises(ValueError, match=f"plan: what it was made for is required; .*{wrong}"):
         trtllm_batch_decode_with_kv_cache(**other, plan=step)
+
+
+def test_the_switch_of_batch_invariance_makes_another_step(device: str) -> None:
+    p = paged((300, 65), heads=(6, 2), device=device)
+    given = arguments(p)
+    step = BlockTablesPlan(given["workspace_buffer"])
+    for _ in range(2):
+        step.plan(**plan_arguments(p, given))
+        outside = trtllm_batch_decode_with_kv_cache(**given, plan=step)
+        assert torch.equal(outside, trtllm_batch_decode_with_kv_cache(**given))
+        with batch_invariant():
+            with pytest.raises(ValueError, match="batch_invariant: False was planned, got True; split_kv") as error:
+                trtllm_batch_decode_with_kv_cache(**given, plan=step)
+            assert len(str(error.value)) < 200
+            step.plan(**plan_arguments(p, given))
+            inside = trtllm_batch_decode_with_kv_cache(**given, plan=step)
+            assert torch.equal(inside, trtllm_batch_decode_with_kv_cache(**given))
 
 
 def test_wrong_plans_are_refused() -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 import transformers
 
+import fi_core
 import fi_core.integrations.transformers as fi
+from fi_core.integrations.plans import attend
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from transformers_models import FAMILIES, small
@@ -55,6 +57,21 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, device: str, seen: torch
     """At all tokens that are no padding."""
     tolerance = (1e-4 if device == "cpu" else 0.06) * float(want.abs().max())
     assert float(((got - want).abs() * seen[..., None]).max()) <= tolerance
+
+
+@pytest.mark.parametrize("qo_len", [1, 5])
+def test_the_switch_of_batch_invariance_plans_again(qo_len: int, device: str) -> None:
+    """A batch of the same shape, before, inside and after a block."""
+    q = torch.randn(2, 4, qo_len, 64, device=device, dtype=torch.bfloat16)
+    k = torch.randn(2, 2, 300, 64, device=device, dtype=torch.bfloat16)
+
+    def attention() -> torch.Tensor:
+        return attend(q, k, k, None, True, 0.125, -1, 0.0, None)
+
+    before = attention()
+    with fi_core.batch_invariant():
+        torch.testing.assert_close(attention(), before)
+    assert torch.equal(attention(), before)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fi_core
+from fi_core.runtime.invariance import is_on
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,7 @@ class _Slot(NamedTuple):
 
 
 _wrappers: OrderedDict[_Slot, Any] = OrderedDict()
-_planned: dict[_Slot, tuple[Any, ...]] = {}  # the batch of the last plan; holds its tensors, so that `is` tells
+_planned: dict[_Slot, tuple[Any, ...]] = {}  # what the last plan was made for; holds its tensors, so that `is` tells
 
 
 @functools.cache
@@ -119,7 +120,7 @@ def attend(
     first = None if padding is None or mask is not None else padding.first
     if first is not None:
         key, value = _tokens(key), _tokens(value)
-    wrapper, planned = _wrapper(slot), (batch, qo_len, kv_len, mask, first)
+    wrapper, planned = _wrapper(slot), (batch, qo_len, kv_len, mask, first, is_on())
     if not _is_planned(slot, planned):
         tables = _dense_tables(batch, kv_len) if first is None else _token_tables(first, kv_len, slot.num_kv_heads)
         _plan(wrapper, slot, batch, qo_len, tables, kv_len if first is None else 1, mask)
@@ -263,7 +264,7 @@ def attend_ragged(
         window_left,
         soft_cap,
     )
-    wrapper, planned = _wrapper(slot), (qo_indptr, query.shape[2], key.shape[2])
+    wrapper, planned = _wrapper(slot), (qo_indptr, query.shape[2], key.shape[2], is_on())
     if not _is_planned(slot, planned):
         wrapper.plan(
             qo_indptr,

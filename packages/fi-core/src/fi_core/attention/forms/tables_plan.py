@@ -46,6 +46,11 @@ class Step(NamedTuple):
     def q_tiles(self) -> int:
         return ops.num_q_tiles(self.num_qo_heads, self.num_kv_heads, self.q_len, self.heads_per_tile)
 
+    def differences(self, other: Step) -> list[tuple[str, Any, Any]]:
+        """The names in which two steps differ, with the value of each; a choice differs in facts of its request."""
+        own, others = self.choice.request.facts() | self._asdict(), other.choice.request.facts() | other._asdict()
+        return [(name, own[name], others[name]) for name in own if name != "choice" and own[name] != others[name]]
+
     def write(self, buffers: ops.Buffers, seq_lens: torch.Tensor) -> Callable[[], Any]:
         """The launch of the kernel that writes the schedule."""
         more = {"pages_per_request": self.pages_per_request, "q_len": self.q_len, "window_left": self.window_left}
@@ -197,7 +202,7 @@ class BlockTablesPlan:
         shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
         layers = (*shape, *types, q_len_per_req, window_left, disable_split_kv)
         lengths = seq_lens.data_ptr(), seq_lens.shape, seq_lens.stride(), seq_lens.dtype
-        key = block_tables.data_ptr(), block_tables.shape, block_tables.stride(), lengths, layers
+        key = block_tables.data_ptr(), block_tables.shape, block_tables.stride(), lengths, layers, is_on()
         made = self._steps.get(key)
         if made is None:
             if len(self._steps) == _MAX_STEPS:
@@ -236,10 +241,6 @@ class BlockTablesPlan:
                 "plan: " + ("the last plan failed: call plan again" if self._began else "call plan of it first")
             )
         if step != now.step:
-            wrong = [
-                f"{name}: {wanted!r} was planned, got {got!r}"
-                for name, wanted, got in zip(Step._fields, now.step, step)
-                if wanted != got
-            ]
+            wrong = [f"{name}: {wanted} was planned, got {got}" for name, wanted, got in now.step.differences(step)]
             raise ValueError(f"plan: what it was made for is required; {'; '.join(wrong)}")
         return now.buffers

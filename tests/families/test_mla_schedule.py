@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from fi_core.attention.ops import mla
+from fi_core.runtime.machine import Rehearsal
+from fi_core.runtime.spec.target import Target
 
 KV_TILE, WORK_TILE_COST = 64, 4  # kMlaKvTile, kMlaWorkTileCost
 MAX_RANGES = 132
@@ -76,6 +78,12 @@ def work_of(starts: Sequence[Start], items: Sequence[int], tiles: Sequence[int])
             if begin.position[:2] <= (request, q_tile) and (request, q_tile, first) < end.position:
                 found[request, q_tile].append(Work(first, last, g, 2 * g + (first == 0)))
     return found
+
+
+def test_a_rehearsed_device_leaves_its_grid_to_itself() -> None:
+    with Rehearsal(Target("cuda", "90a"), 132, 227 << 10):
+        assert mla.sizes(torch.device("cpu"), 24).max_ranges == 132
+    assert mla.sizes(torch.device("cpu"), 24).max_ranges == 64
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -205,10 +205,13 @@ class Sizes(NamedTuple):
         return 2 * rows * (LATENT + 2)
 
 
-@functools.lru_cache(maxsize=64)
 def sizes(device: torch.device, heads: int) -> Sizes:
     """The grid for a device: all its SMs, in pairs if the heads of one token need two wide CTAs."""
-    ctas = _CPU_RANGES if target_of(device).kind == "cpu" else min(1023, multiprocessors_of(device))
+    return _sizes(_CPU_RANGES if target_of(device).kind == "cpu" else min(1023, multiprocessors_of(device)), heads)
+
+
+@functools.lru_cache(maxsize=64)
+def _sizes(ctas: int, heads: int) -> Sizes:
     cluster = 2 if heads > WIDE_ROWS and ctas > 1 else 1
     return Sizes(ctas, ctas, ctas // cluster, cluster)
 

@@ -46,11 +46,6 @@ class Step(NamedTuple):
     def q_tiles(self) -> int:
         return ops.num_q_tiles(self.num_qo_heads, self.num_kv_heads, self.q_len, self.heads_per_tile)
 
-    def differences(self, other: Step) -> list[tuple[str, Any, Any]]:
-        """The names in which two steps differ, with the value of each; a choice differs in facts of its request."""
-        own, others = self.choice.request.facts() | self._asdict(), other.choice.request.facts() | other._asdict()
-        return [(name, own[name], others[name]) for name in own if name != "choice" and own[name] != others[name]]
-
     def write(self, buffers: ops.Buffers, seq_lens: torch.Tensor) -> Callable[[], Any]:
         """The launch of the kernel that writes the schedule."""
         more = {"pages_per_request": self.pages_per_request, "q_len": self.q_len, "window_left": self.window_left}
@@ -241,6 +236,7 @@ class BlockTablesPlan:
                 "plan: " + ("the last plan failed: call plan again" if self._began else "call plan of it first")
             )
         if step != now.step:
-            wrong = [f"{name}: {wanted} was planned, got {got}" for name, wanted, got in now.step.differences(step)]
+            made, got = ({**x.choice.request.facts(), **x._asdict(), "choice": None} for x in (now.step, step))
+            wrong = [f"{name}: {made[name]} was planned, got {got[name]}" for name in made if made[name] != got[name]]
             raise ValueError(f"plan: what it was made for is required; {'; '.join(wrong)}")
         return now.buffers

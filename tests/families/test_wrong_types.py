@@ -121,6 +121,16 @@ def test_tables_and_members_of_one_call_are_counted(wrong: dict[str, Any], named
         fi_core.trtllm_fmha_v2_prefill(**{**given, **wrong})
 
 
+def test_a_cache_in_one_tensor_is_not_blamed_for_another_argument() -> None:
+    """Descriptions have the shape of K and of V, which one tensor of both does not have."""
+    q, cache = torch.ones(2, 1, 64, dtype=torch.float16), torch.ones(2, 2, 1, 16, 64, dtype=torch.float16)
+    tables, lengths = torch.zeros(2, 1, dtype=torch.int32), torch.ones(4, dtype=torch.int32)[::2]
+    with pytest.raises(ValueError, match=r"kv_len must be contiguous; .* with stride 2 .*kv_cache .*seq_lens \[2\]"):
+        fi_core.decode.trtllm_batch_decode_with_kv_cache(
+            q, cache, torch.zeros(8 << 20, dtype=torch.uint8), tables, lengths, 1
+        )
+
+
 WORKSPACE = torch.empty(1 << 16, dtype=torch.uint8)
 INDPTR, LAST = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
 

@@ -239,9 +239,14 @@ def _explain_tensors(error: Exception, function: Callable[..., Any], given: Mapp
         return  # of a device, or in words of our own
     trace = getattr(getattr(function, "fi_trace", None), "trace", None)
     templates = [template for template in getattr(trace, "templates", (trace,)) if template]
-    inputs = [(entry.param or key, entry) for template in templates for key, entry in template.inputs.items()]
+    inputs = [
+        (entry.param or key, entry)
+        for template in templates
+        for key, entry in template.inputs.items()
+        if isinstance(entry, Tensor) and entry.tuple_idx is None  # a tensor in place of a tuple has its own shape
+    ]
     for name, value in tensors.items():
-        dims = [entry.dim_names for key, entry in inputs if key == name and isinstance(entry, Tensor)]
+        dims = [entry.dim_names for key, entry in inputs if key == name]
         if dims and value.ndim not in map(len, dims):
             forms = " or ".join(dict.fromkeys(f"[{', '.join(each)}]" for each in dims))
             got = tuple(value.shape)

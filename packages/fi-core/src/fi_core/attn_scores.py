@@ -50,7 +50,9 @@ def compute_paged_mqa_logits_schedule(
     Returns:
         int32 `[2, 2]`, zeros.
     """
-    return seq_lens.new_zeros(2, 2, device=device or seq_lens.device) if out is None else out
+    import torch
+
+    return torch.zeros(2, 2, dtype=torch.int32, device=device or seq_lens.device) if out is None else out
 
 
 def fp8_paged_mqa_logits(

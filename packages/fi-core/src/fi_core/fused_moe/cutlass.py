@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fi_core.fused_moe import trace
 from fi_core.fused_moe.activations import activation_of
@@ -133,47 +133,31 @@ def cutlass_fused_moe(
         NotImplementedError: min_latency_mode or cluster_size is asked for.
         BackendSupportedError: backend is another.
     """
-    check_backend(backend)
-    refuse(
-        "leave it out: kernels are chosen by the number of tokens",
-        min_latency_mode=min_latency_mode,
-        cluster_size=None if cluster_size == 1 else cluster_size,
-    )
-    activation = activation_of(
-        activation_type,
-        swiglu_alpha,
-        swiglu_beta,
-        swiglu_limit,
-        clamped_relu2_limit,
-        situ_beta,
-        situ_linear_beta,
-        fc1_expert_weights.shape[0],
-    )
-    layer = layer_of(
-        p,
-        input,
-        fc1_expert_weights,
-        fc2_expert_weights,
-        quant_scales or (),
-        output_dtype,
-        input_sf,
-        swizzled_input_sf,
-        fp8_block_scale=use_deepseek_fp8_block_scale,
-        w4_group_scaling=use_w4_group_scaling,
-        mxfp8_activations=use_mxfp8_act_scaling,
-        packed_weights=use_packed_weights,
-        e4m3_activations=use_wfp4afp8_humming,
-    )
+    _check_options(backend, min_latency_mode, cluster_size)
+    constants = (swiglu_alpha, swiglu_beta, swiglu_limit, clamped_relu2_limit, situ_beta, situ_linear_beta)
+    activation = activation_of(activation_type, *constants, fc1_expert_weights.shape[0])
+    weights = (fc1_expert_weights, fc2_expert_weights, quant_scales or ())
+    formats: dict[str, Any] = {"fp8_block_scale": use_deepseek_fp8_block_scale}
+    formats |= {"w4_group_scaling": use_w4_group_scaling, "mxfp8_activations": use_mxfp8_act_scaling}
+    formats |= {"packed_weights": use_packed_weights, "e4m3_activations": use_wfp4afp8_humming}
+    layer = layer_of(p, input, *weights, output_dtype, input_sf, swizzled_input_sf, **formats)
     check_experts(layer, activation, token_selected_experts, token_final_scales, tp_size, tp_rank, ep_size, ep_rank)
     output = _output(p, output, layer.x.shape, output_dtype, input.device)
-    if not layer.x.shape[0]:
-        return output
-    experts, up = len(layer.up.weight), layer.up._replace(bias=fc1_expert_biases)
-    down = layer.down._replace(bias=fc2_expert_biases if tp_rank == 0 else None)
+    up, down_bias = layer.up._replace(bias=fc1_expert_biases), fc2_expert_biases if tp_rank == 0 else None
+    layer, experts = layer._replace(up=up, down=layer.down._replace(bias=down_bias)), len(up.weight)
     routed = TokenExperts(token_selected_experts, token_final_scales, ep_rank * experts)
-    adapters = None if lora is None else adapters_of(lora, layer, activation)
-    compute_layer(p, output, layer._replace(up=up, down=down), activation, experts * ep_size, routed, lora=adapters)
+    if layer.x.shape[0]:
+        adapters = None if lora is None else adapters_of(lora, layer, activation)
+        compute_layer(p, output, layer, activation, experts * ep_size, routed, lora=adapters)
     return output
+
+
+def _check_options(backend: str, min_latency_mode: bool, cluster_size: int) -> None:
+    """Raises BackendSupportedError and NotImplementedError."""
+    check_backend(backend)
+    ranks = None if cluster_size == 1 else cluster_size
+    advice = "leave it out: kernels are chosen by the number of tokens"
+    refuse(advice, min_latency_mode=min_latency_mode, cluster_size=ranks)
 
 
 def _output(

@@ -276,49 +276,18 @@ def prepare_bgmv_moe(
         ValueError: a shape, stride or device does not fit; the text names the argument.
         TypeError: a dtype does not fit.
     """
-    import torch
-
     if backend not in ("cake", "blackwell"):
         raise ValueError(f"backend must be 'cake' or 'blackwell'; got {backend!r}")
-    count = len(lora_a_weights)
-    if not count or len(lora_b_weights) != count:
-        raise ValueError(
-            f"lora_a_weights and lora_b_weights must have as many tensors, at least 1; got {count} and "
-            f"{len(lora_b_weights)}"
-        )
-    for name, tensors in (("x", [x]), ("lora_a_weights", lora_a_weights), ("lora_b_weights", lora_b_weights)):
-        for t in tensors:
-            if not isinstance(t, torch.Tensor):
-                raise TypeError(f"{name}: tensors are required; got {type(t).__name__}")
-    if x.ndim != 2 or any(w.ndim != 4 for w in (*lora_a_weights, *lora_b_weights)):
-        raise ValueError(
-            "x must have shape [tokens, in], lora_a_weights and lora_b_weights [loras, num_experts, rows, k]; got "
-            f"{[list(t.shape) for t in (x, *lora_a_weights, *lora_b_weights)]}"
-        )
-    loras, rank = lora_a_weights[0].shape[0], lora_a_weights[0].shape[2]
-    for name, weights, last in (
-        ("lora_a_weights", lora_a_weights, (rank, x.shape[1])),
-        ("lora_b_weights", lora_b_weights, (None, rank)),
-    ):
-        for w in weights:
-            rows = w.shape[2] if last[0] is None else last[0]
-            if tuple(w.shape) != (loras, num_experts, rows, last[1]):
-                wanted = [loras, num_experts, rows, last[1]]
-                raise ValueError(f"{name} must have shape {wanted}; got {list(w.shape)}")
+    _check_slices(x, lora_a_weights, lora_b_weights, num_experts)
     _check_pairs(sorted_token_ids, expert_ids)
     _check_weights(topk_weights, sorted_token_ids.numel())
-    tables: list[Any] = []
-    for name, weights in (("lora_a_weights", lora_a_weights), ("lora_b_weights", lora_b_weights)):
-        table = torch.empty(count, num_experts, dtype=torch.int64, device=x.device)
-        for w in weights:
-            if w.dtype is not x.dtype:
-                raise TypeError(f"{name} must have the dtype of x, {x.dtype}; got {w.dtype}")
-            if w.device != x.device:
-                raise ValueError(f"{name} must be on {x.device}; got {w.device}")
-        tables.append((table, [fill_w_ptr(table, w, num_experts, s) for s, w in enumerate(weights)]))
+    slices = {"lora_a_weights": lora_a_weights, "lora_b_weights": lora_b_weights}
+    tables = [_addresses(name, weights, x, num_experts) for name, weights in slices.items()]
     if len({*tables[0][1]}) != 1:
         raise ValueError(f"lora_a_weights must have one stride between adapters in all slices; got {tables[0][1]}")
-    widths = [w.shape[2] for w in lora_b_weights]
+    import torch
+
+    count, rank, widths = len(lora_a_weights), lora_a_weights[0].shape[2], [w.shape[2] for w in lora_b_weights]
     starts = torch.empty(count, dtype=torch.int64, device=x.device)
     for s in range(count):
         starts[s].fill_(sum(widths[:s]))  # a copy from the host would wait for the device
@@ -335,6 +304,46 @@ def prepare_bgmv_moe(
     kept = (*tables, starts, (list(lora_a_weights), list(lora_b_weights)))  # the addresses stay valid
     own = x, sorted_token_ids, expert_ids, lora_indices, topk_weights
     return BGMVMoEPlan(memory[0], memory[1], kept, own, widths)
+
+
+def _check_slices(x: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], num_experts: int) -> None:
+    """Raises TypeError and ValueError unless a and b hold the slices of adapters for the experts, which take x."""
+    import torch
+
+    if not len(a) or len(b) != len(a):
+        raise ValueError(
+            f"lora_a_weights and lora_b_weights must have as many tensors, at least 1; got {len(a)} and {len(b)}"
+        )
+    for name, tensors in (("x", [x]), ("lora_a_weights", a), ("lora_b_weights", b)):
+        for t in tensors:
+            if not isinstance(t, torch.Tensor):
+                raise TypeError(f"{name}: tensors are required; got {type(t).__name__}")
+    if x.ndim != 2 or any(w.ndim != 4 for w in (*a, *b)):
+        raise ValueError(
+            "x must have shape [tokens, in], lora_a_weights and lora_b_weights [loras, num_experts, rows, k]; got "
+            f"{[list(t.shape) for t in (x, *a, *b)]}"
+        )
+    loras, rank = a[0].shape[0], a[0].shape[2]
+    for name, weights, rows, k in (("lora_a_weights", a, rank, x.shape[1]), ("lora_b_weights", b, None, rank)):
+        for w in weights:
+            wanted = [loras, num_experts, w.shape[2] if rows is None else rows, k]
+            if list(w.shape) != wanted:
+                raise ValueError(f"{name} must have shape {wanted}; got {list(w.shape)}")
+
+
+def _addresses(
+    name: str, weights: Sequence[torch.Tensor], x: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, list[int]]:
+    """The table of the addresses of slices, and the stride of adapters in each. Raises TypeError and ValueError."""
+    import torch
+
+    table = torch.empty(len(weights), num_experts, dtype=torch.int64, device=x.device)
+    for w in weights:
+        if w.dtype is not x.dtype:
+            raise TypeError(f"{name} must have the dtype of x, {x.dtype}; got {w.dtype}")
+        if w.device != x.device:
+            raise ValueError(f"{name} must be on {x.device}; got {w.device}")
+    return table, [fill_w_ptr(table, w, num_experts, s) for s, w in enumerate(weights)]
 
 
 @fi_api(trace=pairs)

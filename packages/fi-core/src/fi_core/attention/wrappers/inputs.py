@@ -146,12 +146,6 @@ def make_cascade(layout: str) -> Callable[..., dict[str, Any]]:
 _CACHES = ("paged_kv_cache", "kv_cache", "unique_kv_cache", "paged_kv_cache_d")
 
 
-def workspace_of(q: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return torch.empty(_WORKSPACE, dtype=torch.uint8, device=q.device)
-
-
 def keys_of(x: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V, or their caches, with tokens before heads."""
     k, v = (x["k"], x["v"]) if "k" in x else next(x[name] for name in _CACHES if name in x)
@@ -177,8 +171,11 @@ def _arguments(function: Callable[..., Any], known: Arguments) -> dict[str, Any]
 
 def plan(wrapper: Callable[..., Any], x: Arguments, **more: Any) -> Any:
     """Makes a wrapper and plans it: with the arguments of these names, and with what follows from shapes."""
+    import torch
+
     q, (k, v) = x["q"] if "q" in x else x["q_d"], keys_of(x)
-    place = {"float_workspace_buffer": workspace_of(q), "device": q.device}
+    workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=q.device)
+    place = {"float_workspace_buffer": workspace, "device": q.device}
     sizes = {"num_qo_heads": q.shape[1], "num_kv_heads": k.shape[-2], "page_size": k.shape[1]}
     dims = {**dict.fromkeys(("head_dim", "head_dim_qk"), q.shape[2]), "head_dim_vo": v.shape[-1]}
     types = {**dict.fromkeys(("q_data_type", "data_type", "o_data_type"), q.dtype), "kv_data_type": k.dtype}

@@ -64,7 +64,6 @@ MIXED = trace.template(
     constraints=("len_indptr == batch_size + 1",),
     op=(*trace.PREFILL, *trace.DECODE),
     make=_make_mixed,
-    plan=inputs.plan,
     samples=(
         {**trace.SMALL, "kv_len": (37, 1, 16), "qo_len": (20, 3)},
         {**trace.SMALL, "kv_len": (9, 40), "qo_len": (70,), "causal": False, "page_size": 5},
@@ -132,7 +131,6 @@ def _pod(op_type: str, prefill: dict[str, Tensor | Scalar], make: Callable[..., 
             "output_d": Tensor(["num_d", "num_qo_heads", "head_dim"], dtype_from="q_d"),
         },
         make=make,
-        plan=inputs.plan,
         work=_work_halves,
         **options,
     )

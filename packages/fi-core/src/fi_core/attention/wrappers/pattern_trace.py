@@ -67,7 +67,6 @@ BLOCKS = trace.template(
     outputs={"output": Tensor(["qo_len", "num_qo_heads", "head_dim"], dtype_from_scalar="o_data_type", dtype_from="q")},
     op=trace.PREFILL,
     make=_make_blocks,
-    plan=inputs.plan,
     samples=(
         {**trace.SMALL, "qo_len": 70, "kv_len": 96, "block_rows": 16, "block_columns": 8},
         {**trace.SMALL, "qo_len": 40, "kv_len": 64, "block_rows": 8, "block_columns": 16, "density": 1.0},
@@ -114,10 +113,6 @@ def _make_head_blocks(draw: Draw, s: Any) -> dict[str, Any]:
     return {"q": q, **keys, **pattern, "sm_scale": s.head_dim**-0.5}
 
 
-def _plan_head_blocks(wrapper: Callable[..., Any], x: Mapping[str, Any]) -> Any:
-    return inputs.plan(wrapper, x, num_qo_heads=len(x["q"]), num_kv_heads=len(x["k"]))  # heads come first
-
-
 def _work_head_blocks(x: Mapping[str, Any]) -> Work:
     areas = x["block_row_sz"].long()[:, :, None] * x["block_col_sz"].long()[:, None]
     pairs = int((areas * x["block_mask_map"]).sum()) * (len(x["q"]) // len(x["k"]))
@@ -135,7 +130,7 @@ HEAD_BLOCKS = trace.template(
     reference=(attend_request, _head_blocks_reference),
     op=trace.PREFILL,
     make=_make_head_blocks,
-    plan=_plan_head_blocks,
+    plan=lambda wrapper, x: inputs.plan(wrapper, x, num_qo_heads=len(x["q"]), num_kv_heads=len(x["k"])),
     samples=({**trace.SMALL, "qo_len": 70, "kv_len": 100, "block_rows": 16, "block_columns": 24},),
     work=_work_head_blocks,
     description="Attention of rows of blocks over the columns of blocks that each kv head selects for them.",
@@ -192,7 +187,6 @@ def _prefix(kind: str, make: Callable[..., dict[str, Any]], samples: Sequence[Ma
         reference=(attend_request, gather_pages, _prefix_reference),
         op=(*(trace.PREFILL if prefill else trace.DECODE), "merge_state", "single_attention"),
         make=make,
-        plan=inputs.plan,
         samples=samples,
         work=_work_prefix,
         description="Attention over a prefix that all requests share, and over the own keys of each.",
@@ -241,11 +235,6 @@ def _make_ranges(draw: Draw, s: Any) -> dict[str, Any]:
     return {**inputs.requests_of(draw, s, qo_lens, qo_lens), **own}
 
 
-def _work_ranges(x: Mapping[str, Any]) -> Work:
-    """As causal attention: the keys behind a row in its range are few."""
-    return inputs.work({**x, "causal": True})
-
-
 RANGES = trace.template(
     "gqa_paged_bidirectional_ranges",
     {
@@ -259,9 +248,8 @@ RANGES = trace.template(
     reference=(attend_request, gather_pages, _ranges_reference),
     op=trace.PREFILL,
     make=_make_ranges,
-    plan=inputs.plan,
     samples=({**trace.SMALL, "qo_len": (40, 3), "range_len": 8},),
-    work=_work_ranges,
+    work=lambda x: inputs.work({**x, "causal": True}),  # the keys behind a row in its range are few
     description="Causal attention whose rows also attend to a range of keys around them.",
 )
 

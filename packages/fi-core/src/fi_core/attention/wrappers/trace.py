@@ -70,14 +70,14 @@ _CASCADE_SAMPLES = (
 
 
 def template(
-    op_type: str, inputs: Mapping[str, Tensor | Scalar], *reference: Callable[..., Any], **options: Any
+    op_type: str, taken: Mapping[str, Tensor | Scalar], *reference: Callable[..., Any], **options: Any
 ) -> TraceTemplate:
     """A template of attention in fp64 by `attend_pages`; its output has the shape and dtype of q, if not given."""
     usual: dict[str, Any] = {"reference": (attend_request, gather_pages, attend_pages, *reference)}
-    usual["tolerance"] = {"float16": (2e-3, 2e-3), "float32": (1e-4, 1e-4)}
-    if isinstance(q := inputs.get("q"), Tensor):
+    usual |= {"plan": inputs.plan, "tolerance": {"float16": (2e-3, 2e-3), "float32": (1e-4, 1e-4)}}
+    if isinstance(q := taken.get("q"), Tensor):
         usual["outputs"] = {"output": Tensor(q.dim_names, dtype_from="q")}
-    return TraceTemplate(op_type, axes=axes_of(inputs, **FIXED), inputs=inputs, **usual | options)
+    return TraceTemplate(op_type, axes=axes_of(taken, **FIXED), inputs=taken, **usual | options)
 
 
 def table(name: str, axis: str, **options: Any) -> Tensor:
@@ -151,7 +151,6 @@ def _batch_template(kind: str, layout: str, with_lse: bool) -> TraceTemplate:
         constraints=("len_indptr == batch_size + 1",) if is_paged else None,
         op=op,
         make=inputs.make_batch(kind, layout, with_lse),
-        plan=inputs.plan,
         samples=samples,
         work=inputs.work,
         tags=(f"kv_layout:{layout}",),
@@ -185,7 +184,6 @@ def _cascade_template(layout: str, levels: int) -> TraceTemplate:
         outputs={"output": Tensor(["total_q", "num_qo_heads", "head_dim_vo"], dtype_from="q")},
         op=(*PREFILL, "merge_state"),
         make=inputs.make_cascade(layout) if levels == inputs.CASCADE_LEVELS else None,
-        plan=inputs.plan,
         samples=_CASCADE_SAMPLES,
         work=inputs.work,
         others=("k_scale", "v_scale"),

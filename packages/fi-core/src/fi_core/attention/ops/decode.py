@@ -145,9 +145,8 @@ def _tma_unit(axes: Values) -> Unit:
 def _tma_entry(axes: Values, rows: int, heads: int) -> Entry:
     """rows: the most of a query tile, or of each of its kv heads; heads: these. Only NVFP4 has 8 rows or more heads."""
     types, q_bytes, kv_bytes, line = _device_types(axes)
-    dim, tune = axes["head_dim"], TMA
-    fp4 = axes["kv"] == "e2m1"
-    whole = fp4 or (tune.whole_rows and dim * kv_bytes % 128 == 0)
+    dim, fp4 = axes["head_dim"], axes["kv"] == "e2m1"
+    whole = fp4 or dim * kv_bytes % 128 == 0  # one TMA copy per row; b128 kv8k: 977, one per line of 128 bytes 1012
     # Stages of 32 KB. fp8 keys, b64 kv8k: 32 keys per warp 287 us, 16 (stages of 64 keys) 364, 8 warps 297.
     warps, groups, warp_keys = (4 if dim <= 128 else 2), 1, (32 if kv_bytes == 1 or line <= 128 else 16)
     if fp4:  # a conversion takes longer than one warp a scheduler has time for
@@ -158,7 +157,7 @@ def _tma_entry(axes: Values, rows: int, heads: int) -> Entry:
     tile_rows = rows if heads == 1 else Q_TILE
     rest = warps * rows * ((dim + 8) * 4 + 8) + 4 * (tile_rows * (dim * q_bytes + 16) + 40 + 16) + 7 * 8 + 24 + 1024
     stages = (227 * 1024 - rest) // (stage + 24)
-    long = stages if fp4 else min(max(2, tune.bytes_in_flight // stage), stages)
+    long = stages if fp4 else min(max(2, _BYTES_IN_FLIGHT // stage), stages)
     stages = stages if kv_bytes > 1 else long  # fp8 keys, b16 kv4k 8/1: 22.4 us, five stages 23.4
     shared = rest + stages * (stage + 24)
     if fp4:
@@ -166,7 +165,7 @@ def _tma_entry(axes: Values, rows: int, heads: int) -> Entry:
     numbers = f"{dim}, {warps}, {warp_keys}, {stages}, {long}, {str(whole).lower()}, {shared}, {groups}, {rows}"
     numbers += f", {heads}" if heads > 1 else ""
     copied = min(keys // heads, KV_TILE)
-    config = DecodeConfig(DecodeKind.TMA, dim, int(whole), tune.evict_first_mb, copied, rows, heads=heads)
+    config = DecodeConfig(DecodeKind.TMA, dim, int(whole), _EVICT_FIRST_MB, copied, rows, heads=heads)
     name = "batch_decode_tma" if rows == Q_TILE else f"batch_decode_tma_{rows}"
     name += f"_{heads}_heads" if heads > 1 else ""
     return Entry(name, f"batch_decode_tma<{types}, {numbers}>", warps * 32 + (128 if fp4 else 96), config, shared, 1)
@@ -198,15 +197,10 @@ def _cluster_entry(types: str, dim: int, q_bytes: int, line: int, whole: bool, g
     return Entry("batch_decode_cluster", body, warps * 32, config, shared, 1)
 
 
-class TmaTuning(NamedTuple):
-    """The tuned constants of the TMA kernel; times in us on an H200."""
-
-    bytes_in_flight: int = 96 * 1024  # of keys; b128 kv8k: 64 KB 1085, 96 KB 964, 128 KB 971
-    whole_rows: bool = True  # one TMA copy per row; b128 kv8k: 977, one per line of 128 bytes 1012
-    evict_first_mb: int = 100  # MB of keys and values; b1 kv8k: 24.0 without, 22.1 with; b128 kv8k: 998 and 1017
-
-
-TMA = TmaTuning()
+# Of the TMA kernel, H200, us. Bytes of keys in flight, b128 kv8k: 64 KB 1085, 96 KB 964, 128 KB 971.
+_BYTES_IN_FLIGHT = 96 * 1024
+# MB of keys and values: b1 kv8k: 24.0 without, 22.1 with; b128 kv8k: 998 and 1017.
+_EVICT_FIRST_MB = 100
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)  # of the tensor-core kernels
 _FP4_HEAD_DIMS = (64, 128, 256)  # whose rows have a swizzle of their size
 _NARROW = ("f16", "bf16", "e4m3", "e5m2")

@@ -193,17 +193,6 @@ class Sizes(NamedTuple):
     wide_ranges: int
     cluster: int
 
-    @property
-    def schedule_words(self) -> int:
-        """Words of a schedule without requests."""
-        return 4 + (self.max_ranges + 1) * 16
-
-    @property
-    def workspace_floats(self) -> int:
-        """Floats of the partials: two of each work range."""
-        rows = max(self.narrow_ranges * NARROW_ROWS, self.wide_ranges * self.cluster * WIDE_ROWS)
-        return 2 * rows * (LATENT + 2)
-
 
 def sizes(device: torch.device, heads: int) -> Sizes:
     """The grid for a device: all its SMs, in pairs if the heads of one token need two wide CTAs."""
@@ -218,7 +207,7 @@ def _sizes(ctas: int, heads: int) -> Sizes:
 
 def words_of(size: Sizes, batch_size: int) -> int:
     """Words of both schedules of a batch."""
-    return 2 * (size.schedule_words + 8 * batch_size)
+    return 2 * (4 + (size.max_ranges + 1) * 16 + 8 * batch_size)
 
 
 def place(
@@ -236,7 +225,7 @@ def place(
     size = sizes(int_workspace.device, heads)
     flat = float_workspace.view(torch.uint8).view(-1)
     room = flat[: flat.numel() // 4 * 4].view(torch.float32)
-    row_floats = 2 * (LATENT + 2)
+    row_floats = 2 * (LATENT + 2)  # a work range has two partials
     narrow, wide = row_floats * NARROW_ROWS, row_floats * WIDE_ROWS * size.cluster
     if room.numel() < max(narrow, wide):
         raise ValueError(f"float_workspace_buffer: {4 * max(narrow, wide)} bytes are required; got {flat.numel()}")
@@ -248,4 +237,4 @@ def place(
     if int_workspace.nbytes < 4 * needed:
         raise ValueError(f"int_workspace_buffer: {4 * needed} bytes are required; got {int_workspace.nbytes}")
     schedule = int_workspace.view(torch.int32)[:needed].view(2, needed // 2)
-    return size, schedule, room[: size.workspace_floats]
+    return size, schedule, room[: max(size.narrow_ranges * narrow, size.wide_ranges * wide)]

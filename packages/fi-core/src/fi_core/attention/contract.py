@@ -19,6 +19,9 @@ from fi_core.utils import (
 if TYPE_CHECKING:
     import torch
 
+    Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # keys and values, in one tensor or apart
+    Scale = float | torch.Tensor
+
 LAYOUTS = {name: layout.value for name, layout in TensorLayout.__members__.items()}
 POS_ENCODINGS = {name: mode.value for name, mode in PosEncodingMode.__members__.items()}
 

@@ -156,10 +156,6 @@ class DecodePlan(BatchPlan):
     def q_shape(self) -> tuple[int, int, int]:
         return self.rows, self.num_qo_heads, self.head_dim
 
-    @property
-    def page_shape(self) -> tuple[int, int]:
-        return (self.page_size, self.num_kv_heads) if self.kv_layout == 0 else (self.num_kv_heads, self.page_size)
-
 
 class DecodeWorkspaces:
     """The two workspaces of a wrapper, in which the schedules of its plans lie, one after another.

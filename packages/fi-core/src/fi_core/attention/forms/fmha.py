@@ -14,7 +14,7 @@ from fi_core.utils import _unpack_paged_kv_cache, int32_index
 if TYPE_CHECKING:
     import torch
 
-    Scale = float | torch.Tensor
+    from fi_core.attention.contract import Scale
 
 _CAUSAL = {"causal": True, "sliding_window": True, "chunked": True, "padding": False}
 

@@ -299,8 +299,9 @@ def single_prefill_with_kv_cache(
     options |= {"scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v}
     soft_cap, plain = logits_soft_cap or 0.0, custom_mask is packed_custom_mask is None
     scaled = not (scale_q is scale_k is scale_v is None)
-    if custom_mask is not None and k.ndim == 3:
-        custom_mask = _of_shape(custom_mask, q.shape[0], k.shape[LAYOUTS[kv_layout]])
+    if custom_mask is not None and k.ndim == 3 and custom_mask.ndim != 2:
+        shape = (q.shape[0], k.shape[LAYOUTS[kv_layout]])
+        custom_mask = custom_mask.reshape(shape) if custom_mask.numel() == shape[0] * shape[1] else custom_mask
     of_batch = (kv_layout, o_dtype, return_lse, (sm_scale, k_scale, v_scale))
     batch = functools.partial(_prefill_as_batch, (q, k, v), *of_batch, soft_cap=soft_cap, **options)
     if kv_cache_sf is not None:
@@ -318,12 +319,6 @@ def single_prefill_with_kv_cache(
         v_scale=v_scale, rope_scale=rope_scale, rope_theta=rope_theta, out_dtype=o_dtype, return_lse=return_lse,
         custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, logits_soft_cap=soft_cap, **options,
     )  # fmt: skip
-
-
-def _of_shape(custom_mask: torch.Tensor, qo_len: int, kv_len: int) -> torch.Tensor:
-    """The mask as `[qo_len, kv_len]`, if it has as many elements in another shape."""
-    other = custom_mask.ndim != 2 and custom_mask.numel() == qo_len * kv_len
-    return custom_mask.reshape(qo_len, kv_len) if other else custom_mask
 
 
 def _prefill_as_batch(

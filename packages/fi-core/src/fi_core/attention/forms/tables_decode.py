@@ -21,8 +21,7 @@ from fi_core.utils import ceil_div, check_shape_dtype_device, int32_index
 if TYPE_CHECKING:
     import torch
 
-    Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-    Scale = float | torch.Tensor
+    from fi_core.attention.contract import Cache, Scale
 
 _BACKENDS: dict[str, int] = dict.fromkeys(("auto", "trtllm-gen", "xqa"), 0)
 _LN2 = math.log(2)

@@ -15,7 +15,7 @@ from fi_core.utils import round_up
 if TYPE_CHECKING:
     import torch
 
-    Scale = float | torch.Tensor
+    from fi_core.attention.contract import Scale
 
 _LSE_BASES = {None: False, "base2": False, "basee": True}
 _SCALE_FORMATS = ("auto", "arbitrary_fp32", "pow2_fp32", "ue8m0")

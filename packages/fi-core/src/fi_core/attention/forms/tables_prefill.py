@@ -19,10 +19,8 @@ from fi_core.utils import PosEncodingMode, int32_index
 if TYPE_CHECKING:
     import torch
 
+    from fi_core.attention.contract import Cache, Scale
     from fi_core.runtime.dispatch import Choice
-
-    Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-    Scale = float | torch.Tensor
 
 _BACKENDS: dict[str, int] = dict.fromkeys(("auto", "trtllm-gen", "cute-dsl", "cutlass"), 0)
 

@@ -184,13 +184,13 @@ class PlanState:
         """
         if variant != "independent":
             raise ValueError(f'variant: "independent" is required; got {variant!r}')
-        if self._plan_info is None:
-            raise self._no_plan("prewarm_paged_kv_stride_variant")
+        self._require_plan("prewarm_paged_kv_stride_variant")
 
-    def _no_plan(self, function: str = "run") -> RuntimeError:
-        return RuntimeError(
-            f"{function}: " + ("the last plan failed: call plan again" if self._plan_began else "call plan first")
-        )
+    def _require_plan(self, function: str = "run") -> None:
+        """Raises RuntimeError without a plan."""
+        if self._plan_info is None:
+            what = "the last plan failed: call plan again" if self._plan_began else "call plan first"
+            raise RuntimeError(f"{function}: {what}")
 
 
 class of_plan:
@@ -217,6 +217,10 @@ class PlannedWrapper(ReturnsLse, PlanState):
 
     _plan: Any
     _call: Any = None  # the planned call of the kernel; None: no plan, or the plan has changed since it was made
+    _plan_run: Callable[..., Any]  # makes it: `Operator.plan`
+    _check_call: Callable[..., None]  # raises the error that names the argument of a run that differs from its plan
+    _cudnn: cudnn.PlannedBatch | None = None  # runs instead of the kernel, as does a user's variant
+    _variant: CustomAttention | None = None
     device: torch.device
     last_choice: Choice | None
     _backend: str
@@ -260,6 +264,12 @@ class PlannedWrapper(ReturnsLse, PlanState):
         super()._forget_plan()
         self._call = None
 
+    def _set_call(self, plan: Any, choice: Choice | None) -> None:
+        """Makes this the plan, and the call of the kernel that runs it. choice: expected of runs."""
+        own = self._cudnn is None and self._variant is None  # else there is no planned call
+        call = self._plan_run(choice, self.device, self._check_call, plan) if own else plan
+        self._plan, self._call = plan, call
+
 
 class BatchWrapper(PlannedWrapper):
     """A wrapper that plans a batch and runs it; the subclasses document `plan` and `run`."""
@@ -301,7 +311,7 @@ class BatchWrapper(PlannedWrapper):
         contract.check_backend(backend, self._backends, self._foreign)
         self._kv_layout, self._backend, self._use_cuda_graph = kv_layout, backend, use_cuda_graph
         self.device, self._copies = workspace.device, {}
-        self._variant: CustomAttention | None = None
+        self._cudnn = self._variant = None  # where each run finds them at once
         if jit[0] is not None or jit[1]:
             from fi_core.attention.custom_modules import customised
 
@@ -312,9 +322,9 @@ class BatchWrapper(PlannedWrapper):
         """The end of the constructors: cuDNN where it is the backend, and the wrapper's own workspace."""
         import torch
 
-        self._cudnn = cudnn.PlannedBatch(self._use_cuda_graph) if self._backend == "cudnn" else None
-        if self._cudnn is not None:
+        if self._backend == "cudnn":
             cudnn.require(self.device)
+            self._cudnn = cudnn.PlannedBatch(self._use_cuda_graph)
         self.reset_workspace_buffer(workspace, torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self.device))
 
     def _facts(self, plan: Any, out: Any, dims: tuple[int, int], page_size: int, mask: str, **more: Any) -> Facts:

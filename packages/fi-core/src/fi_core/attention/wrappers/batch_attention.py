@@ -17,7 +17,7 @@ from fi_core.utils import int32_index
 if TYPE_CHECKING:
     import torch
 
-    Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    from fi_core.attention.contract import Cache
 
 _WORKSPACE = 160 << 20  # bytes, for both halves
 
@@ -163,8 +163,7 @@ class BatchAttention(PlanState):
             RuntimeError: no plan.
             ValueError: logits_soft_cap without one in the plan; other errors are those of that function.
         """
-        if self._plan_info is None:
-            raise self._no_plan()
+        self._require_plan()
         prefill, decode = self._prefill, self._decode
         begin, end, first, last, rows = self._rows
         if q.ndim != 3 or q.shape[0] != rows:

@@ -14,7 +14,7 @@ from fi_core.runtime.errors import refuse
 if TYPE_CHECKING:
     import torch
 
-    Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    from fi_core.attention.contract import Cache
 
 _VARIANT = r"""
 struct CausalOrInRange : AttentionVariantBase {

@@ -195,8 +195,7 @@ class BlockSparseAttentionWrapper(PatternWrapper):
             out `[M, num_qo_heads, head_dim]` in o_data_type, or (out, lse) with lse `[M, num_qo_heads]`, base 2. Rows
             without blocks have out = 0 and lse = -inf.
         """
-        if self._inner._plan_info is None:
-            raise self._inner._no_plan()
+        self._inner._require_plan()
         tokens, size = self._shape
         for name, x in (("k", k), ("v", v)):
             if x.ndim != 3 or x.shape[0] != tokens:
@@ -365,8 +364,7 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
             out `[num_qo_heads, qo_len, head_dim]`, or (out, lse) with lse `[num_qo_heads, qo_len]`, base 2. Rows
             without blocks have out = 0 and lse = -inf.
         """
-        if self._inner._plan_info is None:
-            raise self._inner._no_plan()
+        self._inner._require_plan()
         heads, qo_len, kv_len, page_size, group = self._shape
         for name, x, first, tokens in (
             ("q", q, heads * group, qo_len),

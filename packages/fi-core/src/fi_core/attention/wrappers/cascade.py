@@ -19,8 +19,9 @@ from fi_core.utils import int32_index
 if TYPE_CHECKING:
     import torch
 
+    from fi_core.attention.contract import Cache
+
     Tables = Sequence[torch.Tensor]
-    Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 _MOST_LEVELS = 64
 _BUFFERS = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
@@ -251,8 +252,7 @@ class _SharedPrefix(AroundWrapper):
     def _forward(
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, cache: Cache, **scores: Any
     ) -> Any:
-        if self._inner._plan_info is None:
-            raise self._inner._no_plan("forward")
+        self._inner._require_plan("forward")
         pair = unpack(cache, self._kv_layout, "unique_kv_cache")
         out, lse = self._inner.run(q, pair, return_lse=True)
         shared = single_prefill_with_kv_cache_return_lse(q, k_shared, v_shared, kv_layout=self._kv_layout, **scores)

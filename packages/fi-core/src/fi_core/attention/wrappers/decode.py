@@ -180,15 +180,14 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
 
     def _ready(self, head_dim_vo: int = 0) -> tuple[DecodePlan, Any]:
         """The plan and its call, made anew: for values of this head dim, or because an option has changed."""
-        if self._plan_info is None:
-            raise self._no_plan()
+        self._require_plan()
         plan = self._plan if not head_dim_vo else self._plan.replace(head_dim_vo=head_dim_vo)
         exact = self._choose(plan, plan.head_dim_vo, exact=True)
         work = self._workspaces.work(plan, plan.page_indices.numel())
         made = self._workspaces.sized(plan.replace(exact=exact), work)
         if made.scheduled != plan.scheduled:
             self._schedule(made)
-        self._set_call(made)
+        self._set_call(made, exact)
         return made, self._call
 
     def _otherwise(

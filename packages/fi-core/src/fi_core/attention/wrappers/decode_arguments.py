@@ -74,12 +74,6 @@ def lengths(
     return kv_lens(indptr.cpu().long(), last_page_len.cpu().long(), page_size).tolist()
 
 
-def check_lengths(found: Sequence[int], q_len: int) -> None:
-    if short := [b for b, n in enumerate(found) if n < q_len]:
-        b = short[0]
-        raise ValueError(f"q_len_per_req: all requests must have {q_len} tokens; request {b} has {found[b]}")
-
-
 def copy_tables(buffers: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], non_blocking: bool) -> None:
     """Copies each table into the beginning of its buffer, all tables of one device in one kernel."""
     import torch

@@ -37,9 +37,10 @@ def check_call(plan: DecodePlan, out: Any, lse: Any, q: Any, k: Any, v: Any, *re
     if q.shape != plan.q_shape:
         rows = "batch_size * q_len_per_req rows"
         raise ValueError(f"q: shape {plan.q_shape} was planned ({rows}); got {tuple(q.shape)}")
-    if tuple(k.shape[1:3]) != plan.page_shape:
+    heads, page_size = plan.num_kv_heads, plan.page_size
+    if tuple(k.shape[1:3]) != ((heads, page_size) if plan.kv_layout else (page_size, heads)):
         raise ValueError(
-            f"paged_kv_cache: page_size {plan.page_size} and {plan.num_kv_heads} kv heads were planned; "
+            f"paged_kv_cache: page_size {page_size} and {heads} kv heads were planned; "
             f"got shape {tuple(k.shape)} ({'HND' if plan.kv_layout else 'NHD'})"
         )
     check_results(q, (*plan.q_shape[:2], contract.row_elements(v)), plan.o_dtype, out, lse)
@@ -51,6 +52,7 @@ class BatchDecodePlan(BatchWrapper):
 
     _plan: DecodePlan
     _kind, _backends, _foreign, _is_dense = "decode", BACKENDS, FOREIGN, True
+    _plan_run, _check_call = ops.plan_run, staticmethod(check_call)
     _head_dim, _q_len_per_req, _window_right = of_plan("head_dim"), of_plan("q_len"), of_plan("window_right")
 
     def __init__(
@@ -315,8 +317,11 @@ class BatchDecodePlan(BatchWrapper):
     def _check_lengths(self, indptr: Any, last_page_len: Any, seq_lens: Any, page_size: int, q_len: int) -> None:
         """Raises ValueError for a request of fewer tokens than its queries, if all tables are on the host."""
         tables = (seq_lens,) if seq_lens is not None else (indptr, last_page_len)
-        if all(table.device.type == "cpu" for table in tables):
-            arguments.check_lengths(arguments.lengths(indptr, last_page_len, seq_lens, page_size), q_len)
+        if any(table.device.type != "cpu" for table in tables):
+            return
+        for b, tokens in enumerate(arguments.lengths(indptr, last_page_len, seq_lens, page_size)):
+            if tokens < q_len:
+                raise ValueError(f"q_len_per_req: all requests must have {q_len} tokens; request {b} has {tokens}")
 
     def _shaped(self, plan: DecodePlan) -> DecodePlan:
         """A plan without tables, with what follows from its options: the kernel and its tiles."""
@@ -352,7 +357,7 @@ class BatchDecodePlan(BatchWrapper):
         self.last_choice = plan.choice
         if self._cudnn is not None:
             self._plan_cudnn(plan)
-        self._set_call(plan)
+        self._set_call(plan, plan.exact)
         self._cached_module = planners.PLANNER if self._use_tensor_cores else planners.DECODE_PLANNER
         numbers = [plan.batch_size, plan.q_tiles, plan.num_ctas, plan.split_kv, plan.q_len, plan.window_left]
         return self._end_plan(numbers)
@@ -366,17 +371,11 @@ class BatchDecodePlan(BatchWrapper):
             window_left=plan.window_left,
         )  # fmt: skip
 
-    def _set_call(self, plan: DecodePlan) -> None:
-        """Makes this the plan, and the call of the kernel that runs it."""
-        self._plan = self._call = plan  # cuDNN and a user's variant have no planned call
-        if self._cudnn is None and self._variant is None:
-            self._call = ops.plan_run(plan.exact, self.device, check_call, plan)
-
     def _plan_lengths(self, fields: dict[str, Any], tables: tuple[Any, Any, Any], rows: int, split: Any) -> list[int]:
-        """The plan of `planners.Planner`. All requests have the same number of rows.
+        """The plan of both planners. All requests have the same number of rows.
 
-        fields: of the plan; tables: qo_indptr, kv_indptr, lengths; rows: of q; split: fixed_split_size and
-        disable_split_kv.
+        fields: of the plan; tables: qo_indptr, kv_indptr, and lengths or None: those by last_page_len; rows: of q;
+        split: fixed_split_size and disable_split_kv.
         """
         _, indptr, kv_lens = tables
         batch_size = indptr.numel() - 1
@@ -385,7 +384,8 @@ class BatchDecodePlan(BatchWrapper):
         del fields["head_dim_vo"], fields["causal"]
         split_kv = split_kv_of(split[0], fields["page_size"], split[1])
         plan = self._plan.replace(batch_size=batch_size, split_kv=split_kv, **dims, **fields)
-        return self._end((self._shaped(plan), {}), (indptr, None, kv_lens), {"page_indices": plan.page_indices})
+        lengths = indptr, plan.last_page_len, kv_lens
+        return self._end((self._shaped(plan), {}), lengths, {"page_indices": plan.page_indices})
 
     def _plan_cudnn(self, plan: DecodePlan) -> None:
         assert self._cudnn is not None
@@ -399,10 +399,8 @@ class BatchDecodePlan(BatchWrapper):
 
     def _choose(self, plan: DecodePlan, head_dim_vo: int = 0, scaled: bool = False, exact: bool = False) -> Choice:
         """The choice for runs of the planned shape with aligned tensors. exact: with the mask and tiles of the plan."""
-        dims, mask = (
-            (plan.head_dim, head_dim_vo or plan.head_dim),
-            "plain" if not exact or plan.mask is None else "custom",
-        )
+        dims = (plan.head_dim, head_dim_vo or plan.head_dim)
+        mask = "plain" if not exact or plan.mask is None else "custom"
         facts = self._facts(plan, plan.o_dtype, dims, plan.page_size, mask, soft_cap=plan.soft_cap > 0.0, scaled=scaled)
         heads = plan.heads_per_tile if exact else 1
         return planned(ops.BATCH_DECODE, self.device, self._allowed, *facts, heads, ahead=self._variant is None)

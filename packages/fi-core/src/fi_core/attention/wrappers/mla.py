@@ -11,15 +11,7 @@ from fi_core.attention.contract import check_backend, check_workspace, dtype_of,
 from fi_core.attention.ops import mla as ops
 from fi_core.attention.schedule import MlaPlan
 from fi_core.attention.wrappers import mla_trace, planners
-from fi_core.attention.wrappers.base import (
-    PlannedWrapper,
-    Shapes,
-    check_results,
-    explain,
-    float32,
-    keep,
-    of_plan,
-)
+from fi_core.attention.wrappers.base import PlannedWrapper, Shapes, check_results, explain, float32, keep, of_plan
 from fi_core.attention.wrappers.mla_tables import TABLES, MLAPlanMetadata, Tables, one_form
 from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
@@ -43,6 +35,24 @@ _WORDS = {
 }
 # Of these, use_profiler, output_dtype, skip_softmax, enable_pdl and use_sinks: a key without them costs half.
 _DEFAULTS = (None, None, "none", "none", "default", False, None, False, None, False)
+
+
+def check_call(
+    plan: MlaPlan, out: Any, lse: Any, q_nope: Any, q_pe: Any, ckv_cache: Any, kpe_cache: Any, *rest: Any
+) -> None:
+    """Raises the error that names the input that differs from the plan."""
+    check_plan(plan.split_kv)
+    latent, rope = ops.LATENT, plan.head_dim_kpe
+    for name, tensor, dtype, last in (
+        ("q_nope", q_nope, plan.q_dtype, (plan.num_heads, latent)),
+        ("q_pe", q_pe, plan.q_dtype, (plan.num_heads, rope)),
+        ("ckv_cache", ckv_cache, plan.kv_dtype, (plan.page_size, latent)),
+        ("kpe_cache", kpe_cache, plan.kv_dtype, (plan.page_size, rope)),
+    ):
+        if tensor.dtype is not dtype:
+            raise ValueError(f"{name}: {dtype} was planned; got {tensor.dtype}")
+        if tensor.ndim != 3 or tuple(tensor.shape[1:]) != last:
+            raise ValueError(f"{name}: shape [.., {last[0]}, {last[1]}] was planned; got {tuple(tensor.shape)}")
 
 
 @fi_api
@@ -75,6 +85,7 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
     _qo_indptr_buf, _kv_indptr_buf = of_plan("qo_indptr"), of_plan("kv_indptr")
     _kv_indices_buf, _kv_len_arr_buf = of_plan("page_indices"), of_plan("kv_len")
     _head_dim_ckv = ops.LATENT
+    _plan_run, _check_call = ops.plan_run, staticmethod(check_call)
 
     def __init__(
         self,
@@ -247,13 +258,9 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
             plan.wide_ranges, ops.NARROW_ROWS, ops.WIDE_ROWS * plan.cluster, qo_indptr, kv_indptr,
             split_kv=plan.split_kv,
         )  # fmt: skip
-        self._set_call(plan)
+        self._set_call(plan, self.last_choice)
         ranges = plan.max_ranges, plan.narrow_ranges, plan.wide_ranges
         return self._end_plan([plan.batch_size, plan.num_heads, *ranges, plan.cluster])
-
-    def _set_call(self, plan: MlaPlan) -> None:
-        """Makes this the plan, and the call of the kernel that runs it."""
-        self._plan, self._call = plan, ops.plan_run(self.last_choice, self.device, check_call, plan)
 
     @method_with_lse
     @fi_api(trace=mla_trace.TEMPLATE, planned=mla_trace.PLANNED)
@@ -351,9 +358,8 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
 
     def _ready(self) -> tuple[MlaPlan, Any]:
         """The plan and its call, made anew because an option has changed."""
-        if self._plan_info is None:
-            raise self._no_plan()
-        self._set_call(self._plan)
+        self._require_plan()
+        self._set_call(self._plan, self.last_choice)
         return self._plan, self._call
 
 
@@ -407,24 +413,6 @@ def _scales(plan: MlaPlan, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any) -
         )
     ckv = 1.0 if ckv_scale is None else _scale(ckv_scale, "ckv_scale")
     return ckv, _scale(kpe_scale, "kpe_scale") if plan.head_dim_kpe else ckv
-
-
-def check_call(
-    plan: MlaPlan, out: Any, lse: Any, q_nope: Any, q_pe: Any, ckv_cache: Any, kpe_cache: Any, *rest: Any
-) -> None:
-    """Raises the error that names the input that differs from the plan."""
-    check_plan(plan.split_kv)
-    latent, rope = ops.LATENT, plan.head_dim_kpe
-    for name, tensor, dtype, last in (
-        ("q_nope", q_nope, plan.q_dtype, (plan.num_heads, latent)),
-        ("q_pe", q_pe, plan.q_dtype, (plan.num_heads, rope)),
-        ("ckv_cache", ckv_cache, plan.kv_dtype, (plan.page_size, latent)),
-        ("kpe_cache", kpe_cache, plan.kv_dtype, (plan.page_size, rope)),
-    ):
-        if tensor.dtype is not dtype:
-            raise ValueError(f"{name}: {dtype} was planned; got {tensor.dtype}")
-        if tensor.ndim != 3 or tuple(tensor.shape[1:]) != last:
-            raise ValueError(f"{name}: shape [.., {last[0]}, {last[1]}] was planned; got {tuple(tensor.shape)}")
 
 
 def _scale(value: Any, name: str) -> float:

@@ -15,7 +15,7 @@ from fi_core.runtime.returns import method_with_lse
 if TYPE_CHECKING:
     import torch
 
-    Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    from fi_core.attention.contract import Cache
 
 
 def lengths_of(indptr: Any, last_page_len: Any, seq_lens: Any, page_size: int, device: torch.device) -> torch.Tensor:

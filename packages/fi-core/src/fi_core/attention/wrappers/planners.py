@@ -7,7 +7,6 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.schedule import split_kv_of
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import PlanError
 from fi_core.runtime.invariance import is_on
@@ -117,17 +116,11 @@ class DecodePlanner(_Runner):
         """As `Planner.plan`, with offsets of pages in indptr, and with logits_soft_cap."""
         wrapper = owner(int_workspace_buffer)
         wrapper._begin_plan(num_qo_heads, num_kv_heads, page_size, head_dim=head_dim_qk)
-        heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim_qk}
-        batch = {
-            "batch_size": indptr.numel() - 1,
-            "page_size": page_size,
-            "q_len": 1,
-            "split_kv": split_kv_of(None, page_size, False),
-        }
-        fields = {**heads, **batch, "window_left": window_left, "soft_cap": logits_soft_cap or 0.0}
-        plan = wrapper._shaped(wrapper._plan.replace(**fields))
-        lengths, pages = (indptr, plan.last_page_len, None), plan.page_indices
-        return wrapper._end((plan, {}), lengths, {"page_indices": pages})  # type: ignore[no-any-return]
+        dims = {"head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo, "page_size": page_size}
+        scores: dict[str, Any] = {"causal": False, "window_left": window_left, "soft_cap": logits_soft_cap or 0.0}
+        fields = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, **dims, **scores}
+        tables, rows = (None, indptr, None), indptr.numel() - 1
+        return wrapper._plan_lengths(fields, tables, rows, (None, False))  # type: ignore[no-any-return]
 
 
 PLANNER, DECODE_PLANNER = Planner(), DecodePlanner()

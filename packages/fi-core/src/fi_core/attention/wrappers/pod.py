@@ -26,15 +26,8 @@ from fi_core.runtime.resolve.ahead import planned
 if TYPE_CHECKING:
     import torch
 
+    from fi_core.attention.contract import Cache
     from fi_core.attention.custom import CustomAttention
-
-    Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
-def _check_dimensions(**tensors: torch.Tensor) -> None:
-    for name, x in tensors.items():
-        if x.ndim != 3:
-            raise ValueError(f"{name}: 3 dimensions are required; got shape {tuple(x.shape)}")
 
 
 def _attend_request(
@@ -196,11 +189,12 @@ class PODWithPagedKVCacheWrapper(AroundWrapper):
         """
         masks = {"custom_mask_d": custom_mask_d, "packed_custom_mask_d": packed_custom_mask_d}
         refuse("use BatchPrefillWithPagedKVCacheWrapper for decode rows with masks", **masks)
-        if self._inner._plan_info is None:
-            raise self._inner._no_plan()
+        self._inner._require_plan()
         _, v_d = unpack(paged_kv_cache_d, self._inner._kv_layout, "paged_kv_cache_d")
         out_d = q_d.new_empty(*q_d.shape[:-1], row_elements(v_d), dtype=self._inner._cached_o_data_type)
-        _check_dimensions(q_p=q_p, k_p=k_p, v_p=v_p)
+        for name, x in (("q_p", q_p), ("k_p", k_p), ("v_p", v_p)):
+            if x.ndim != 3:
+                raise ValueError(f"{name}: 3 dimensions are required; got shape {tuple(x.shape)}")
         kv_len, dims = k_p.shape[code(LAYOUTS, kv_layout_p, "kv_layout_p")], q_p.shape[2] + row_elements(v_p)
         ctas = divide(self._inner, v_d, operations(q_p.shape[1], dims, bool(causal_p), [(q_p.shape[0], kv_len)]))
         extra = (*args, *variant_args)
@@ -340,8 +334,7 @@ class BatchPODWithPagedKVCacheWrapper:
 
         prefill, decode = self._prefill, self._decode
         for half in (prefill, decode):
-            if half._plan_info is None:
-                raise half._no_plan()
+            half._require_plan()
         masks = prefill._masks(custom_mask_p, packed_custom_mask_p, self._indptrs, self._lengths, True)
         pair_p = unpack(paged_kv_cache_p, prefill._kv_layout, "paged_kv_cache_p")
         pair_d = _, v_d = unpack(paged_kv_cache_d, decode._kv_layout, "paged_kv_cache_d")

@@ -34,6 +34,7 @@ class BatchPrefillPlan(BatchWrapper):
 
     _plan: PrefillPlan
     _kind, _backends, _foreign, _is_dense = "prefill", BACKENDS, FOREIGN, False
+    _plan_run = ops.plan_run
     _compiled: Mapping[str, Any] = {}  # arguments of plan that the constructor fixes
     plan: Callable[..., None]
     _is_paged: bool
@@ -275,7 +276,7 @@ class BatchPrefillPlan(BatchWrapper):
             lengths = requests[:, 1].contiguous(), requests[:, 3].contiguous()
             most = self._max_q_len if most_q is None else most_q, self._max_kv_len if most_kv is None else most_kv
             self._cudnn.plan(*lengths, most, indptr, plan.page_indices, plan.page_size, qo_indptr)
-        self._set_call(plan)
+        self._set_call(plan, plan.choice)
         self._cached_module = planners.PLANNER
         sizes = [plan.batch_size, plan.tile_tokens, rows, plan.page_size]
         return self._end_plan([*sizes, int(plan.causal), plan.window_left])
@@ -291,23 +292,17 @@ class BatchPrefillPlan(BatchWrapper):
         plan = self._plan.replace(splits_kv=not (split[1] or split[0] > 0 or is_on()), **batch, **fields)
         return self._end(self._tiled(plan), (qo_indptr, indptr, None, kv_lens), True)
 
-    def _set_call(self, plan: PrefillPlan) -> None:
-        """Makes this the plan, and the call of the kernel that runs it."""
-        self._plan = self._call = plan  # cuDNN and a user's variant have no planned call
-        if self._cudnn is None and self._variant is None:
-            self._call = ops.plan_run(plan.choice, self.device, self._check_call, plan)
-
     def _check_call(self, plan: PrefillPlan, *values: Any) -> None:
         check_call(plan, self._use_cuda_graph, *values)
 
     def _ready(self) -> PrefillPlan:
         """The plan, whose call is made anew if an option has changed."""
-        if self._plan_info is None:
-            raise self._no_plan()
+        self._require_plan()
         if self._call is None:
             plan = self._plan
             choice, out_dtype = self._choose(plan), self._out_dtype(plan)
-            self._set_call(plan.replace(choice=choice, scale=plan.scale_of(plan.head_dim_qk), out_dtype=out_dtype))
+            plan = plan.replace(choice=choice, scale=plan.scale_of(plan.head_dim_qk), out_dtype=out_dtype)
+            self._set_call(plan, choice)
         return self._plan
 
     def _choose(

@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from fi_core.runtime.lazy import Lazy
+
 ROOT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("stubs", ROOT / "tools" / "stubs.py")
 assert spec and spec.loader
@@ -77,3 +79,15 @@ def test_a_traceback_suggests_once() -> None:
     assert done.stderr.strip().endswith(
         "AttributeError: module 'fi_core' has no attribute 'rmsnrom'; did you mean 'rmsnorm'?"
     )
+
+
+def test_a_module_is_imported_by_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All modules of fi_core that name it have the module itself from then on, so later uses cost nothing."""
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    users, lazy = [ModuleType(f"fi_core.user_{i}") for i in range(2)], Lazy("colorsys")
+    for user in users:
+        monkeypatch.setattr(user, "colorsys", lazy, raising=False)
+        monkeypatch.setitem(sys.modules, user.__name__, user)
+    assert "colorsys" not in sys.modules
+    assert lazy.rgb_to_hsv(0.0, 0.0, 1.0) == (2 / 3, 1.0, 1.0)
+    assert [user.__dict__["colorsys"] for user in users] == [sys.modules["colorsys"]] * 2

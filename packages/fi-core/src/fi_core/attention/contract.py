@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from fi_core.runtime.errors import UnknownWordError, blame, unsupported
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.tensors import unreadable
 from fi_core.utils import (
     PosEncodingMode,
@@ -16,12 +17,8 @@ from fi_core.utils import (
     check_shape_dtype_device,
 )
 
-if TYPE_CHECKING:
-    import torch
-
-    Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # keys and values, in one tensor or apart
-    Scale = float | torch.Tensor
-
+Cache: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"  # keys and values, in one tensor or apart
+Scale: TypeAlias = "float | torch.Tensor"
 LAYOUTS = {name: layout.value for name, layout in TensorLayout.__members__.items()}
 POS_ENCODINGS = {name: mode.value for name, mode in PosEncodingMode.__members__.items()}
 
@@ -258,12 +255,12 @@ def pages_of_chunk(fixed_split_size: int | None) -> int | None:
 
 def kv_type(dtype: torch.dtype) -> Any:
     """The dtype of keys and values as a field of a request: bytes hold NVFP4."""
-    return "e2m1" if str(dtype) == "torch.uint8" else dtype
+    return "e2m1" if dtype is torch.uint8 else dtype
 
 
 def row_elements(x: torch.Tensor) -> int:
     """Elements of a row of keys or values: NVFP4 has two in a byte."""
-    return 2 * x.shape[-1] if str(x.dtype) == "torch.uint8" else x.shape[-1]
+    return 2 * x.shape[-1] if x.dtype is torch.uint8 else x.shape[-1]
 
 
 def scales_of(kv_cache_sf: Any, kv_layout: str, paged: bool = True) -> tuple[Any, Any]:
@@ -285,7 +282,7 @@ def scales_of(kv_cache_sf: Any, kv_layout: str, paged: bool = True) -> tuple[Any
 
 def check_nvfp4(kv_cache_sf: Any, keys: torch.Tensor, name: str) -> None:
     """Raises ValueError where scales are missing or do not belong to the type of the keys, which are called `name`."""
-    nvfp4 = str(keys.dtype) == "torch.uint8"
+    nvfp4 = keys.dtype is torch.uint8
     if nvfp4 and kv_cache_sf is None:
         raise ValueError(f"kv_cache_sf: the scales of {name} are required, since uint8 is NVFP4; got None")
     if not nvfp4 and kv_cache_sf is not None:
@@ -356,8 +353,6 @@ def results(
 
     out_dtype: of out; None: any given one, and q's of a new one. lse_shape: default `shape[:-1]`.
     """
-    import torch
-
     dtype = None if out_dtype is None else canonicalize_torch_dtype(out_dtype)
     if out is None:
         out = q.new_empty(shape, dtype=dtype or q.dtype)

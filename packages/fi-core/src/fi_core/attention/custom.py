@@ -5,20 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fi_core.attention.ops.decode import BATCH_DECODE
 from fi_core.attention.ops.prefill import BATCH_PREFILL, Q_TILE, VARIANT_TILES
 from fi_core.attention.ops.single import SINGLE_ATTENTION, attend
 from fi_core.attention.variant import CustomOp, Form, Variant, VariantCall, alibi_slopes
 from fi_core.jit import base
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.machine import rehearsal
 from fi_core.runtime.spec.dtype import short_name
 from fi_core.runtime.spec.target import Target
 from fi_core.utils import PosEncodingMode, canonicalize_torch_dtype
-
-if TYPE_CHECKING:
-    import torch
 
 ROPE = PosEncodingMode.ROPE_LLAMA.value
 _OPS = {op.name: op for op in (SINGLE_ATTENTION, BATCH_DECODE, BATCH_PREFILL)}

@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fi_core.attention.custom import ROPE, CustomAttention, VariantModule, VariantModules, variant_module
+from fi_core.runtime.lazy import torch
 from fi_core.utils import canonicalize_torch_dtype
-
-if TYPE_CHECKING:
-    import torch
 
 
 def _check_backend(backend: str, known: tuple[str, ...] = ("auto", "fa2")) -> None:
@@ -285,8 +283,6 @@ def pod_variants(jit_args: Sequence[Any]) -> tuple[CustomAttention, tuple[Any, .
 
 
 def _check_index(idtype: Any) -> None:
-    import torch
-
     if canonicalize_torch_dtype(idtype) is not torch.int32:
         raise ValueError(f"idtype: torch.int32 is required, the type of page tables; got {idtype}")
 

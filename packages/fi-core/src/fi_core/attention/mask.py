@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fi_core.quantization import packbits_segments
-
-if TYPE_CHECKING:
-    import torch
+from fi_core.runtime.lazy import torch
 
 
 def element_bounds(qo_indptr: torch.Tensor, kv_len: torch.Tensor) -> torch.Tensor:
     """Offsets of the flattened `[qo_len, kv_len]` masks of the requests: int64 `[batch_size + 1]`."""
-    import torch
-
     return torch.nn.functional.pad((qo_indptr.diff().long() * kv_len).cumsum(0), (1, 0))
 
 
 def byte_bounds(elements: torch.Tensor) -> torch.Tensor:
     """Offsets in bytes of the packed mask, where each request begins at a new byte: int32."""
-    import torch
-
     return torch.nn.functional.pad(((elements.diff() + 7) >> 3).cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def check_packed(packed: torch.Tensor, bounds: torch.Tensor) -> None:
     """Raises ValueError unless a packed mask is flat bytes, as many as its bounds require if those are on the host."""
-    import torch
-
     if packed.ndim != 1 or packed.dtype is not torch.uint8:
         raise ValueError(
             f"packed_custom_mask: flat uint8 is required; got {packed.dtype} of shape {tuple(packed.shape)}"
@@ -44,8 +34,6 @@ def pack(mask: torch.Tensor, elements: torch.Tensor, buffer: torch.Tensor | None
 
     It does not synchronise. If the bounds are on the device, the packed mask has room for any.
     """
-    import torch
-
     if mask.dtype not in (torch.bool, torch.uint8):
         raise ValueError(f"custom_mask: a boolean tensor is required; got {mask.dtype} of shape {tuple(mask.shape)}")
     bounds = byte_bounds(elements)
@@ -77,8 +65,6 @@ def pack_drafts(seen: torch.Tensor) -> torch.Tensor:
     """The draft_mask of batch decode, uint8 `[requests * q_len, ceil(q_len / 32) * 4]`, from bool `[requests, q_len,
     q_len]`: whether a row attends to each of the last q_len keys.
     """
-    import torch
-
     q_len = seen.shape[-1]
     bits = torch.nn.functional.pad(seen, (0, -q_len % 32)).view(-1, (q_len + 31) // 32 * 4, 8)
     return (bits << torch.arange(8, dtype=torch.uint8, device=seen.device)).sum(-1, dtype=torch.uint8)
@@ -93,8 +79,6 @@ def mask_of_rank(
     Raises:
         ValueError: cp_rank, or global_lens, which is required for several query tokens.
     """
-    import torch
-
     if not 0 <= cp_rank < cp_world:
         raise ValueError(f"cp_rank: 0 to cp_world - 1 = {cp_world - 1} is required; got {cp_rank}")
     if q_len == 1 or (cp_world == 1 and global_lens is None):
@@ -130,8 +114,6 @@ def pages_of_heads(
             f"block_tables: [num_kv_heads = {heads}, batch_size, max_pages] is required with "
             f"enable_block_sparse_attention; got shape {tuple(block_tables.shape)}"
         )
-    import torch
-
     batch_size, step = block_tables.shape[1], 0
     views: list[torch.Tensor] = []
     for name, x in zip(("k", "v"), cache):

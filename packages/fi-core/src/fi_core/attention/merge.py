@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fi_core.observe.draw import FLOATS, Draw, nbytes
 from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Tensor, TraceTemplate, Work, axes_of, samples, tensors
 from fi_core.runtime.launch.operator import operator
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.spec.constraint import ON_CPU, at_least
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
-
-if TYPE_CHECKING:
-    import torch
 
 
 class _MergeStateConfig(NamedTuple):
@@ -184,8 +182,6 @@ def merge_state(
         ValueError: shape, stride or device.
         TypeError: dtype.
     """
-    import torch
-
     s_a = _float32(s_a)
     v, s = torch.empty_like(v_a), torch.empty_like(s_a)
     _merge_state(v, s, v_b, _float32(s_b), v_a=v_a, s_a=s_a)

@@ -8,10 +8,10 @@ from fi_core.attention.contract import pages_of_chunk
 from fi_core.attention.ops import decode as ops
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.invariance import is_on
+from fi_core.runtime.lazy import torch
 from fi_core.utils import round_up
 
 if TYPE_CHECKING:
-    import torch
     from typing_extensions import Self
 
 
@@ -33,8 +33,6 @@ def carve(
     Raises:
         ValueError: names the workspace that is too small, and the bytes that are required.
     """
-    import torch
-
     schedule, partials = _bytes(sizes, head_dim_vo)
     spare = int_workspace.nbytes - schedule
     # Partials of extra work ranges do not go to the float workspace, which other streams may share.
@@ -56,8 +54,6 @@ def carve(
 
 def _as(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A flat view as the 4-byte dtype, without the bytes at the end that do not fill an element."""
-    import torch
-
     if buffer.dtype is dtype and buffer.ndim == 1:
         return buffer
     flat = buffer.view(torch.uint8).view(-1) if buffer.dtype is not torch.uint8 or buffer.ndim > 1 else buffer

@@ -6,21 +6,19 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fi_core.runtime.build import sources
 from fi_core.runtime.build.diagnose import USER_TEXT
 from fi_core.runtime.dispatch import AUTO, Choice, Request, choose
 from fi_core.runtime.launch.kernel import bind_artifacts, rehearse
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.machine import Rehearsal, rehearsal, target_of
 from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.op import Entry, Op, Unit
 from fi_core.runtime.spec.target import Target
 from fi_core.runtime.tensors import unreadable
 from fi_core.utils import get_alibi_slopes
-
-if TYPE_CHECKING:
-    import torch
 
 # C types of additional tensors, and the torch dtypes whose elements they are.
 TENSOR_TYPES = {

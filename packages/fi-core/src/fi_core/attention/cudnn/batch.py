@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING
 
 from fi_core.attention.contract import results
 from fi_core.attention.cudnn import graph
 from fi_core.attention.cudnn.graph import Operand, attend, dense, frontend, packed, paged_keys, per_request
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import unsupported
+from fi_core.runtime.lazy import torch
 from fi_core.utils import constants, int32_index
-
-if TYPE_CHECKING:
-    import torch
 
 
 @fi_api
@@ -109,8 +106,6 @@ def cudnn_batch_decode_with_kv_cache(
 
 def starts(lens: torch.Tensor, step: int) -> torch.Tensor:
     """Offsets of concatenated requests of these lengths, in elements: int64 `[batch + 1]`."""
-    import torch
-
     return torch.nn.functional.pad(lens.cumsum(0), (1, 0)) * step
 
 

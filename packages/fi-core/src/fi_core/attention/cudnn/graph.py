@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fi_core.observe.describe import words
 from fi_core.runtime.errors import LibraryError, UnsupportedError
+from fi_core.runtime.lazy import torch
 from fi_core.utils import ceil_div
-
-if TYPE_CHECKING:
-    import torch
 
 _LOG2E = math.log2(math.e)
 _MOST_GRAPHS = 256  # kept; building one takes as long as thousands of calls
@@ -32,8 +30,6 @@ def frontend() -> Any:
 
 @functools.cache
 def _handle(device: int) -> Any:
-    import torch
-
     with torch.cuda.device(device):
         return frontend().create_handle()
 
@@ -178,8 +174,6 @@ def attend(operands: dict[str, Operand], workspace: torch.Tensor, scale: float, 
         UnsupportedError: cuDNN does not support the request; with its message.
         ValueError: device, dtype or workspace.
     """
-    import torch
-
     cudnn, q = frontend(), operands["q"].data
     if not q.is_cuda:
         raise ValueError(f"q: a CUDA device is required by cuDNN; got {q.device}")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fi_core.attention.cudnn.graph import Operand, attend, dense, finish_lse, frontend, packed, page_table, per_request
+from fi_core.runtime.lazy import torch
 from fi_core.utils import _get_range_buf, ceil_div, next_positive_power_of_2
-
-if TYPE_CHECKING:
-    import torch
 
 
 def require(device: torch.device) -> None:
@@ -105,8 +103,6 @@ class PlannedBatch:
 
     def without_keys(self, rows: int) -> torch.Tensor:
         """Which of the first rows belong to a request without keys: bool `[rows]`."""
-        import torch
-
         ends = self._kept["rows"][1:]
         request = torch.searchsorted(ends, _get_range_buf(rows, ends.device).long(), right=True)
         return (self._kept["lens_kv"] == 0)[request.clamp_(max=len(ends) - 1)]

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fi_core.attention.contract import POS_ENCODINGS, flat_tables, results, scale_product, viewed
+from fi_core.attention.contract import POS_ENCODINGS, Scale, flat_tables, results, scale_product, viewed
 from fi_core.attention.forms.tables_prefill import attend_once
 from fi_core.observe.log import fi_api
 from fi_core.runtime.env import env
+from fi_core.runtime.lazy import torch
 from fi_core.utils import _unpack_paged_kv_cache, int32_index
-
-if TYPE_CHECKING:
-    import torch
-
-    from fi_core.attention.contract import Scale
 
 _CAUSAL = {"causal": True, "sliding_window": True, "chunked": True, "padding": False}
 
@@ -60,8 +56,6 @@ def _chunks(
     most_keys: of the pages of a request. Returns the number of pieces, and the tables with theirs, computed on the
     device.
     """
-    import torch
-
     if size % page_size:
         raise ValueError(f"chunked_attention_size: a multiple of the page size ({page_size}) is required; got {size}")
     qo_indptr = tables["qo_indptr"]
@@ -198,8 +192,6 @@ def trtllm_fmha_v2_prefill(
         ValueError: layout, shape, dtype, device, block_tables, mask_mode or pos_encoding_mode.
         TypeError: a member of qkv is no tensor.
     """
-    import torch
-
     mask_mode, encoding = _modes(mask_mode, chunked_attention_size, pos_encoding_mode)
     q, k, v, layout = _split(qkv, input_layout)
     for x in (q, k, v):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, check_nvfp4, code, results, row_elements, scales_of
 from fi_core.attention.forms.single_trace import single_trace
@@ -17,12 +17,10 @@ from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Scalar, Tensor
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.errors import unsupported
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.resolve.ahead import planned
 from fi_core.runtime.returns import setting_lse, with_lse
 from fi_core.utils import MaskMode, constants
-
-if TYPE_CHECKING:
-    import torch
 
 _BACKENDS = frozenset({"auto", "fa2", "fa3"})
 
@@ -97,8 +95,6 @@ def single_decode_with_kv_cache(
     """
     if q.ndim != 2:
         raise ValueError(f"q must have shape [num_qo_heads, head_dim]; got {tuple(q.shape)}")
-    import torch
-
     qk_factor = q_scale if k_scale is None else k_scale if q_scale is None else q_scale * k_scale
     layout = code(LAYOUTS, kv_layout, "kv_layout")
     code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
@@ -169,8 +165,6 @@ def _decode_as_batch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: int, return_lse: bool, **options: Any
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Runs batch_decode on one request, whose keys are the only page. options: other arguments of batch_decode."""
-    import torch
-
     device, heads, dim = q.device, k.shape[1 - layout], q.shape[1]
     q_tiles = ops.num_q_tiles(q.shape[0], heads)
     facts = facts_of(q, k, v, q.dtype, heads, ops.KV_TILE)
@@ -350,8 +344,6 @@ def _options_of_nvfp4(
     packed_custom_mask: torch.Tensor | None,
 ) -> dict[str, Any]:
     """The scales of NVFP4 keys and the packed mask as options of `attend_once`. Raises ValueError."""
-    import torch
-
     k_scales, v_scales = scales_of(kv_cache_sf, kv_layout, paged=False)
     q, k, v = tensors
     if k.ndim != 3 or v.ndim != 3:
@@ -374,8 +366,6 @@ def _options_of_nvfp4(
 
 def _prefill_is_regular(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str, causal: bool) -> bool:
     """Whether shapes fit each other, and nothing is traced. Errors of every kernel are left to the op to word."""
-    import torch
-
     if torch.compiler.is_compiling():
         return False
     if k.ndim != 3 or v.ndim != 3 or q.shape[2] != k.shape[2] or v.shape[-1] < 8 or v.dtype is not k.dtype:

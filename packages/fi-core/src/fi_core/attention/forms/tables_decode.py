@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fi_core.attention import contract
-from fi_core.attention.contract import LAYOUTS, code, row_elements, scale_product, scales_of, viewed
+from fi_core.attention.contract import LAYOUTS, Cache, Scale, code, row_elements, scale_product, scales_of, viewed
 from fi_core.attention.forms import tables_trace
 from fi_core.attention.forms.tables_plan import BlockTablesPlan, buffers_in, step_of
 from fi_core.attention.mask import mask_of_rank, pages_of_heads
@@ -15,13 +15,9 @@ from fi_core.attention.ops.request import facts_of
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import unsupported
 from fi_core.runtime.invariance import is_on
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import with_lse
 from fi_core.utils import ceil_div, check_shape_dtype_device, int32_index
-
-if TYPE_CHECKING:
-    import torch
-
-    from fi_core.attention.contract import Cache, Scale
 
 _BACKENDS: dict[str, int] = dict.fromkeys(("auto", "trtllm-gen", "xqa"), 0)
 _LN2 = math.log(2)
@@ -58,8 +54,6 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
 
     qo_indptr: offsets of the rows of each request, of which q_len is then the maximum.
     """
-    import torch
-
     q, (k, v) = c.q, c.cache
     layout = code(LAYOUTS, c.kv_layout, "kv_layout")
     pages, pitch, v_table_offset = contract.page_tables(c.block_tables, c.shared_table)
@@ -124,8 +118,6 @@ def _attend_ragged(c: _Call, qo_indptr: torch.Tensor, most: int | None, name: st
     if most and qo_indptr.shape[0] == batch_size + 1 and fits:
         _attend(c, most, qo_indptr)
         return
-    import torch
-
     from fi_core.attention.forms.tables_prefill import attend_tables  # loaded where it is needed
 
     mask = None if mask is None else mask.view(torch.uint8)
@@ -197,8 +189,6 @@ def _results(
     query: torch.Tensor, v: torch.Tensor, out: Any, lse: Any, return_lse: bool, out_dtype: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`results` of query's dtype, fp16, bf16 or e4m3; out_dtype is that of a new output."""
-    import torch
-
     shape = (*query.shape[:2], row_elements(v))
     result, lse = contract.results(query, shape, out, lse, return_lse, out_dtype if out is None else None)
     if result.dtype not in (query.dtype, torch.float16, torch.bfloat16, torch.float8_e4m3fn):

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from fi_core.attention.contract import check_workspace, flat_tables, number, results
+from fi_core.attention.contract import Scale, check_workspace, flat_tables, number, results
 from fi_core.attention.ops import mla as ops
 from fi_core.observe.log import fi_api
 from fi_core.page.latent import WIDTH, latent_cache
 from fi_core.runtime.invariance import is_on
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import with_lse
 from fi_core.utils import round_up
-
-if TYPE_CHECKING:
-    import torch
-
-    from fi_core.attention.contract import Scale
 
 _LSE_BASES = {None: False, "base2": False, "basee": True}
 _SCALE_FORMATS = ("auto", "arbitrary_fp32", "pow2_fp32", "ue8m0")
@@ -46,8 +42,6 @@ def _rows(query: torch.Tensor, varying: bool) -> tuple[torch.Tensor, int]:
 
 def _scale(value: Scale, name: str) -> tuple[float, torch.Tensor | None]:
     """(number, None) or (1, tensor `[1]`). Raises ValueError, TypeError."""
-    import torch
-
     if not isinstance(value, torch.Tensor):
         return number(value, name), None
     if value.numel() != 1 or value.dtype is not torch.float32:
@@ -253,8 +247,6 @@ def plan_in(
     workspace: torch.Tensor, page_size: int, q: torch.Tensor, tables: Tables, context: torch.Tensor | None = None
 ) -> tuple[ops.Sizes, torch.Tensor, torch.Tensor]:
     """The grid, the schedules, which are planned at the beginning of the workspace, and the partials behind them."""
-    import torch
-
     check_workspace(workspace, "workspace_buffer")
     flat, heads, batch_size = workspace.view(torch.uint8).view(-1), q.shape[1], tables.batch_size(q)
     first = round_up(4 * ops.words_of(ops.sizes(workspace.device, heads), batch_size), 256)

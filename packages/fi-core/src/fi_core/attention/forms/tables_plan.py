@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fi_core.attention.contract import check_workspace, kv_type, page_tables, viewed
 from fi_core.attention.ops import decode as ops
@@ -14,10 +14,8 @@ from fi_core.attention.schedule import carve
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.invariance import is_on
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.resolve.ahead import planned
-
-if TYPE_CHECKING:
-    import torch
 
 _MAX_CARVED = 64  # buffers that are kept per workspace; an engine may call with many batch sizes
 # Steps that a plan keeps; an engine has one for each number of requests. Host time of a step that comes again, us:
@@ -64,8 +62,6 @@ def step_of(
     is_ragged: bool = False,
 ) -> Step:
     """The step of a call. heads: of queries and of keys. is_ragged: whether requests differ in query tokens."""
-    import torch
-
     choice = planned(ops.BATCH_DECODE, pages.device, "auto", *facts, 1, ahead=False)
     batch_size, split_kv = len(seq_lens), ops.NO_SPLIT if disable_split_kv or is_on() else ops.BALANCED
     of_tile = 1 if is_ragged else ops.heads_per_tile(choice, batch_size, *heads, q_len, split_kv)
@@ -81,8 +77,6 @@ _carved: dict[int, tuple[weakref.ref[torch.Tensor], dict[Any, ops.Buffers]]] = {
 
 def buffers_in(workspace: torch.Tensor, step: Step) -> ops.Buffers:
     """The buffers of a step in a workspace. Raises ValueError."""
-    import torch
-
     batch_size, q_tiles, head_dim, split_kv = step.batch_size, step.q_tiles, step.head_dim_vo, step.split_kv
     if torch.compiler.is_compiling():  # which knows no addresses
         fallback = ops.buffer_sizes(workspace.device, batch_size, q_tiles, split_kv)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fi_core.attention import contract
-from fi_core.attention.contract import LAYOUTS, code, results, row_elements, scale_product
+from fi_core.attention.contract import LAYOUTS, Cache, Scale, code, results, row_elements, scale_product
 from fi_core.attention.forms import tables_trace
 from fi_core.attention.forms.tables_plan import ContextTablesPlan
 from fi_core.attention.ops import prefill as ops
 from fi_core.attention.ops.request import facts_of
 from fi_core.observe.log import fi_api
+from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.errors import unsupported
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.resolve.ahead import planned
 from fi_core.runtime.returns import with_lse
 from fi_core.utils import PosEncodingMode, int32_index
-
-if TYPE_CHECKING:
-    import torch
-
-    from fi_core.attention.contract import Cache, Scale
-    from fi_core.runtime.dispatch import Choice
 
 _BACKENDS: dict[str, int] = dict.fromkeys(("auto", "trtllm-gen", "cute-dsl", "cutlass"), 0)
 
@@ -94,8 +90,6 @@ def _planned_schedule(
     numbers: tuple[int, ...],
 ) -> torch.Tensor:
     """A new schedule, by a launch. tables: qo_indptr, kv_indptr and kv_len; numbers: as in `attend_once`."""
-    import torch
-
     qo_indptr, kv_indptr, kv_len = tables
     batch_size, rows, heads, kv_heads, page_size, pages_per_request, causal, window_left = numbers
     tile_tokens = ops.tile_tokens(heads, kv_heads, ops.q_tile_rows(choice))

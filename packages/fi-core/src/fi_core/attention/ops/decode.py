@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import functools
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fi_core.attention.ops.request import ALIGNED, CUDNN, FIELDS, KV_TYPES, TYPES, plan_implementations, with_tables
 from fi_core.observe.describe import words
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.launch.operator import operator, operators
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.machine import multiprocessors_of, target_of
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES, E2M1
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 from fi_core.utils import ceil_div, round_up
-
-if TYPE_CHECKING:
-    import torch
 
 KV_TILE = 64  # keys; kDecodeKvTile of decode_schedule.h
 Q_TILE = 16  # packed query rows; kDecodeQTile
@@ -417,8 +415,6 @@ def buffer_sizes(
 
 def allocate(device: torch.device, sizes: Sizes, head_dim_vo: int) -> Buffers:
     """New buffers. Neither needs initial values: `plan` zeroes the counters."""
-    import torch
-
     schedule = torch.empty(sizes.schedule_words, dtype=torch.int32, device=device)
     partials = torch.empty((sizes.max_partials, Q_TILE, head_dim_vo + 2), dtype=torch.float32, device=device)
     return Buffers(schedule, partials, sizes.num_ctas, sizes.num_ranges, sizes.split_kv)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fi_core.attention.ops.request import plan_implementations
 from fi_core.observe.describe import words
@@ -16,13 +16,11 @@ from fi_core.page.latent import LATENT as LATENT
 from fi_core.page.latent import ROPE as ROPE
 from fi_core.page.latent import WIDTH
 from fi_core.runtime.launch.operator import operator, operators
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.machine import multiprocessors_of, target_of
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
-
-if TYPE_CHECKING:
-    import torch
 
 NARROW_ROWS, WIDE_ROWS = 16, 64  # packed query rows of a CTA
 _CPU_RANGES = 64
@@ -220,8 +218,6 @@ def place(
     Raises:
         ValueError: names the workspace that is too small, and the bytes that are required.
     """
-    import torch
-
     size = sizes(int_workspace.device, heads)
     flat = float_workspace.view(torch.uint8).view(-1)
     room = flat[: flat.numel() // 4 * 4].view(torch.float32)

@@ -7,20 +7,18 @@ in the schedule, so two callers must not share it. Neither call synchronises, an
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fi_core.attention.ops import request
 from fi_core.attention.ops.request import BOTH, FIELDS, KV_TYPES, TYPES, element_bytes, with_tables
 from fi_core.observe.describe import words
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.launch.operator import operator, operators
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES, E2M1, DType
 from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
 from fi_core.utils import round_up
-
-if TYPE_CHECKING:
-    import torch
 
 # The 16-bit operand type of tensor cores that represents q and k exactly. Of a q of 16 bits and keys of the other 16 it
 # is that of the keys, to which q is rounded.

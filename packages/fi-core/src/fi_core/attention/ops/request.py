@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fi_core.attention.contract import kv_type, row_elements
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.spec.constraint import ON_CPU, VARIES, Constraint, Rule, at_least
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 from fi_core.utils import PosEncodingMode
-
-if TYPE_CHECKING:
-    import torch
 
 TYPES = ("f16", "bf16", "f32", "e4m3", "e5m2")
 KV_TYPES = (*TYPES, "e2m1")  # e2m1: NVFP4, two elements in a byte and a scale for 16

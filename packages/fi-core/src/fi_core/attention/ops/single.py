@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code
 from fi_core.attention.ops.decode import TENSOR_CORES
@@ -11,16 +12,12 @@ from fi_core.attention.ops.prefill import MULTIPLY, TILE_OF_48, WGMMA
 from fi_core.attention.ops.request import FIELDS, TYPES, alignment, element_bytes, facts_of
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.launch.operator import operator
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.resolve.ahead import planned
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 from fi_core.utils import ceil_div
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
 
 _ROWS = 4  # packed query rows per CTA of the CUDA-core kernel, in registers
 
@@ -177,8 +174,6 @@ def attend(
     qk_factor: factor of sm_scale. splits: whether the keys of few rows may be split. options: other arguments of the
     op.
     """
-    import torch
-
     layout = code(LAYOUTS, kv_layout, "kv_layout")
     encoding = code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
     if k.ndim != 3 or v.ndim != 3:

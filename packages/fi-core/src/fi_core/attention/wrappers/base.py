@@ -13,12 +13,11 @@ from fi_core.attention.ops.request import Facts
 from fi_core.attention.wrappers import planners
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.machine import rehearsal
 from fi_core.utils import PosEncodingMode, check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
-    import torch
-
     from fi_core.attention.custom import CustomAttention
     from fi_core.runtime.dispatch import Choice
 
@@ -33,8 +32,6 @@ def check_results(
     """Raises the ValueError that names a given result of a wrong form: out of this shape and dtype, lse without the
     last dimension and of fp32. Kernels check both, so that `run` asks only when one has refused a call.
     """
-    import torch
-
     if out is not None:
         check_shape_dtype_device(out, shape, dtype, q.device, "out")
     if lse is not None:
@@ -63,12 +60,6 @@ def explain(error: Exception, check: Callable[[], None], **given: Any) -> None:
     except _OF_TORCH as found:
         if isinstance(error, _OF_TORCH):
             blame(found, **given)
-
-
-def float32() -> torch.dtype:
-    import torch
-
-    return torch.float32
 
 
 def run_scales(
@@ -243,8 +234,6 @@ class PlannedWrapper(ReturnsLse, PlanState):
     @computed
     def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
         """A pinned mirror of the int workspace, for engines. It is allocated when read: `plan` does not use it."""
-        import torch
-
         if self._pinned is None:
             own = self._int_workspace_buffer
             self._pinned = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
@@ -320,8 +309,6 @@ class BatchWrapper(PlannedWrapper):
 
     def _begin(self, workspace: torch.Tensor) -> None:
         """The end of the constructors: cuDNN where it is the backend, and the wrapper's own workspace."""
-        import torch
-
         if self._backend == "cudnn":
             cudnn.require(self.device)
             self._cudnn = cudnn.PlannedBatch(self._use_cuda_graph)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fi_core.attention.contract import LAYOUTS, check_shape, code, number, results, unpack
+from fi_core.attention.contract import LAYOUTS, Cache, check_shape, code, number, results, unpack
 from fi_core.attention.wrappers import mixed_trace
 from fi_core.attention.wrappers.base import PlanState
 from fi_core.attention.wrappers.side_by_side import divide, halves, operations, side_by_side
 from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
+from fi_core.runtime.lazy import torch
 from fi_core.utils import int32_index
-
-if TYPE_CHECKING:
-    import torch
-
-    from fi_core.attention.contract import Cache
 
 _WORKSPACE = 160 << 20  # bytes, for both halves
 
@@ -47,8 +43,6 @@ class BatchAttention(PlanState):
         device: torch.device | str = "cuda",
         jit_args: Sequence[Any] | None = None,
     ) -> None:
-        import torch
-
         code(LAYOUTS, kv_layout, "kv_layout")
         try:
             self._kv_layout, self.device = kv_layout, torch.device(device)
@@ -197,8 +191,6 @@ class BatchAttention(PlanState):
 
 def _on_host(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_len_arr: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tables on the host. Raises ValueError and TypeError for other forms."""
-    import torch
-
     if not qo_indptr.numel() == kv_indptr.numel() == kv_len_arr.numel() + 1:
         raise ValueError(
             f"qo_indptr, kv_indptr and kv_len_arr: lengths batch_size + 1, batch_size + 1 and batch_size are "

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fi_core.attention.contract import check_shape, dtype_of, encoding, type_fields
+from fi_core.attention.contract import Cache, check_shape, dtype_of, encoding, type_fields
 from fi_core.attention.wrappers import pattern_trace
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import refuse
-
-if TYPE_CHECKING:
-    import torch
-
-    from fi_core.attention.contract import Cache
+from fi_core.runtime.lazy import torch
 
 _VARIANT = r"""
 struct CausalOrInRange : AttentionVariantBase {
@@ -48,8 +44,6 @@ _COMPILED = ("head_dim_qk", "head_dim_vo", "q_data_type", "kv_data_type", "o_dat
 
 def variant(types: tuple[torch.dtype, ...], dims: tuple[int, int]) -> tuple[Any, ...]:
     """The jit_args of the variant. types: of q, of keys and values, of the output; dims: of q and keys, of values."""
-    import torch
-
     names = [str(x).removeprefix("torch.") for x in (*types, *dims)]
     tensors = ["ranges", "first_rows"], ["int32_t", "int32_t"]
     scalars = (
@@ -202,8 +196,6 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         Raises:
             ValueError: bidirectional_ranges or a window.
         """
-        import torch
-
         ranges = bidirectional_ranges
         if ranges.dtype is not torch.int32 or ranges.ndim != 2 or ranges.shape[1] != 2 or not ranges.is_contiguous():
             raise ValueError(

@@ -5,7 +5,7 @@ pages are the selected blocks of keys.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fi_core.attention.contract import Scores, check_shape
 from fi_core.attention.wrappers import pattern_trace
@@ -14,10 +14,8 @@ from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame, refuse
+from fi_core.runtime.lazy import torch
 from fi_core.utils import _check_writable, check_shape_dtype_device, int32_index
-
-if TYPE_CHECKING:
-    import torch
 
 
 def _pattern(
@@ -49,8 +47,6 @@ def _without_padding(
     begins: torch.Tensor, columns: torch.Tensor, blocks: int, mask: torch.Tensor | None, packed_mask: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The pattern and its mask without columns that are no block. Raises ValueError for a packed mask."""
-    import torch
-
     kept = columns < blocks
     if kept.all():
         return begins, columns, mask
@@ -147,8 +143,6 @@ class BlockSparseAttentionWrapper(PatternWrapper):
             ValueError: a shape, or an index out of bounds. Other errors are those of that function.
             NotImplementedError: another form of the pattern.
         """
-        import torch
-
         self._inner._forget_plan()
         forms = {"block_mask": block_mask, "kv_block_lens": kv_block_lens, "q2k_indices": q2k_indices}
         refuse("pass the pattern as indptr and indices", **forms, q2k_num=q2k_num)
@@ -229,8 +223,6 @@ class BlockSparseAttentionWrapper(PatternWrapper):
 
 def _by_row(mask: torch.Tensor, begins: torch.Tensor, nnz: int, R: int, C: int) -> torch.Tensor:
     """The masks `[R, C]` of blocks, flat, in the order of the keys of each row of blocks."""
-    import torch
-
     if mask.ndim != 3 or mask.shape[1:] != (R, C) or mask.shape[0] < nnz:
         raise ValueError(f"mask: [nnz, R, C] = [{nnz}, {R}, {C}] is required; got {tuple(mask.shape)}")
     # An element (block, row of it) goes before one of a later row of blocks, or of a later row of the same.
@@ -305,8 +297,6 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
         Raises:
             ValueError: shapes, or sums that differ. Other errors are those of that function.
         """
-        import torch
-
         self._inner._forget_plan()
         check_shape(num_qo_heads, num_kv_heads, 1, head_dim=head_dim)
         _check_sizes(block_mask_map, block_row_sz, block_col_sz, num_kv_heads)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
-from fi_core.attention.contract import Scores, unpack
+from fi_core.attention.contract import Cache, Scores, unpack
 from fi_core.attention.forms.single import single_prefill_with_kv_cache_return_lse
 from fi_core.attention.merge import merge_state_in_place
 from fi_core.attention.wrappers import pattern_trace, trace
@@ -14,15 +14,10 @@ from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
+from fi_core.runtime.lazy import torch
 from fi_core.utils import int32_index
 
-if TYPE_CHECKING:
-    import torch
-
-    from fi_core.attention.contract import Cache
-
-    Tables = Sequence[torch.Tensor]
-
+Tables: TypeAlias = "Sequence[torch.Tensor]"
 _MOST_LEVELS = 64
 _BUFFERS = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
 
@@ -211,8 +206,6 @@ def _joined(
         ValueError: a request of the last level that lies in no group of another one, or a shared level whose last page
             is not full, so that no page table has its keys.
     """
-    import torch
-
     offsets, pages, lasts = ([x.cpu().long() for x in tables] for tables in (qo_indptrs, indptrs, last_page_lens))
     begin, end = offsets[-1][:-1], offsets[-1][1:]
     first_pages, counts, entries = [], [], 0

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fi_core.attention.contract import Scores, flag, row_elements, scales_of, unpack
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import by_variant
 from fi_core.attention.schedule import DecodePlan
 from fi_core.attention.wrappers import trace
-from fi_core.attention.wrappers.base import explain, float32, run_scales
+from fi_core.attention.wrappers.base import explain, run_scales
 from fi_core.attention.wrappers.decode_plan import BatchDecodePlan, check_call
 from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import method_with_lse
 
-if TYPE_CHECKING:
-    import torch
-
-    Values = tuple[Any, ...]
-
+_Values = tuple[Any, ...]
 # Tensors that a variant for prefill and decode may declare, and decode does not have.
 _NO_MASK: dict[str, Any] = dict.fromkeys(
     words(
@@ -138,7 +135,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
                 dtype = plan.o_dtype
                 out = q.new_empty(rows, heads, dim) if dtype is q.dtype else q.new_empty(rows, heads, dim, dtype=dtype)
             if lse is None and return_lse:
-                lse = q.new_empty(rows, heads, dtype=float32())
+                lse = q.new_empty(rows, heads, dtype=torch.float32)
             sm_scale, out_scale, tensors = plan.scale, 1.0, ()
             if args or not (q_scale is k_scale is v_scale is kv_cache_sf is None):
                 by_head = args if self._variant is None else ()
@@ -191,7 +188,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         return made, self._call
 
     def _otherwise(
-        self, plan: DecodePlan, values: Values, tensors: Values, args: Values, scales: Values
+        self, plan: DecodePlan, values: _Values, tensors: _Values, args: _Values, scales: _Values
     ) -> Choice | None:
         """Runs cuDNN's kernels, or a user's variant, with the arguments of a planned call.
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from fi_core.attention.contract import kv_lens
 from fi_core.observe.describe import words
+from fi_core.runtime.lazy import torch
 from fi_core.utils import int32_index
-
-if TYPE_CHECKING:
-    import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -76,8 +74,6 @@ def lengths(
 
 def copy_tables(buffers: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], non_blocking: bool) -> None:
     """Copies each table into the beginning of its buffer, all tables of one device in one kernel."""
-    import torch
-
     together: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     for buffer, table in zip(buffers, map(int32_index, tables)):
         if table.data_ptr() == buffer.data_ptr():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fi_core.attention import contract
 from fi_core.attention.contract import Scores, computed
@@ -18,12 +18,9 @@ from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.errors import blame, unsupported
 from fi_core.runtime.invariance import check_plan, is_on
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.resolve.ahead import planned
 from fi_core.utils import _get_range_buf, constants, int32_index
-
-if TYPE_CHECKING:
-    import torch
-
 
 _JIT_ARGS = 16  # of gen_customize_batch_decode_module
 
@@ -270,8 +267,6 @@ class BatchDecodePlan(BatchWrapper):
 
     def _keys_behind(self, batch_size: int, q_len: int, window_right: int) -> torch.Tensor | None:
         """The draft mask of queries that attend to keys behind their own; kept, so that CUDA graphs find it again."""
-        import torch
-
         if q_len == 1 or window_right == 0:
             return None
         if self._cudnn is not None:

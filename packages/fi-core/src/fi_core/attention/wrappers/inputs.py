@@ -9,20 +9,17 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from fi_core.attention import contract
 from fi_core.observe.draw import Draw, nbytes
 from fi_core.observe.trace import TraceTemplate, Work, dispatcher, sized
+from fi_core.runtime.lazy import torch
 from fi_core.utils import canonicalize_torch_dtype, ceil_div
 
-if TYPE_CHECKING:
-    import torch
-
-    Lengths = int | Sequence[int]
-    Arguments = Mapping[str, Any]
-    Keys = tuple[torch.Tensor, torch.Tensor, Iterable[tuple[int, int]], bool]
-
+Lengths: TypeAlias = "int | Sequence[int]"
+Arguments = Mapping[str, Any]
+Keys: TypeAlias = "tuple[torch.Tensor, torch.Tensor, Iterable[tuple[int, int]], bool]"
 _WORKSPACE = 128 << 20
 CASCADE_LEVELS = 2  # that `make_cascade` makes: a shared prefix and the requests' own keys
 HEADS: dict[str, Any] = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
@@ -171,8 +168,6 @@ def _arguments(function: Callable[..., Any], known: Arguments) -> dict[str, Any]
 
 def plan(wrapper: Callable[..., Any], x: Arguments, **more: Any) -> Any:
     """Makes a wrapper and plans it: with the arguments of these names, and with what follows from shapes."""
-    import torch
-
     q, (k, v) = x["q"] if "q" in x else x["q_d"], keys_of(x)
     workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=q.device)
     place = {"float_workspace_buffer": workspace, "device": q.device}

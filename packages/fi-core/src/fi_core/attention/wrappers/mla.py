@@ -5,23 +5,20 @@ from __future__ import annotations
 import functools
 import math
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fi_core.attention.contract import check_backend, check_workspace, dtype_of, flag, number
 from fi_core.attention.ops import mla as ops
 from fi_core.attention.schedule import MlaPlan
 from fi_core.attention.wrappers import mla_trace, planners
-from fi_core.attention.wrappers.base import PlannedWrapper, Shapes, check_results, explain, float32, keep, of_plan
+from fi_core.attention.wrappers.base import PlannedWrapper, Shapes, check_results, explain, keep, of_plan
 from fi_core.attention.wrappers.mla_tables import TABLES, MLAPlanMetadata, Tables, one_form
 from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import refuse
 from fi_core.runtime.invariance import check_plan, is_on
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import method_with_lse
-
-if TYPE_CHECKING:
-    import torch
-
 
 BACKENDS = ("auto", "fa2", "fa3")
 FOREIGN = ("cutlass", "trtllm-gen", "cute-dsl", "cute-dsl-monolithic", "cute-dsl-modular", "xqa", "cutile")
@@ -97,8 +94,6 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         kv_len_arr: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        import torch
-
         check_workspace(float_workspace_buffer, "float_workspace_buffer")
         check_backend(backend, BACKENDS, FOREIGN)
         self._backend, self._use_cuda_graph = backend, use_cuda_graph
@@ -345,7 +340,7 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
             if out is None:
                 out = q_nope.new_empty(*q_nope.shape)  # type: ignore[union-attr]
             if lse is None and return_lse:
-                lse = q_nope.new_empty(*q_nope.shape[:2], dtype=float32())  # type: ignore[union-attr]
+                lse = q_nope.new_empty(*q_nope.shape[:2], dtype=torch.float32)  # type: ignore[union-attr]
             ran = ops.run_planned(
                 call, out, lse, q_nope, q_pe, ckv_cache, kpe_cache, ckv, kpe, ckv_scale_arr, in_ln, sinks=sinks
             )
@@ -365,8 +360,6 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
 
 def check_types(q_type: torch.dtype, kv_type: torch.dtype) -> None:
     """Raises ValueError unless there are kernels for queries and a cache of these dtypes."""
-    import torch
-
     if q_type not in (torch.float16, torch.bfloat16):
         raise ValueError(f"q_data_type: torch.float16 or torch.bfloat16 is required; got {q_type}")
     if kv_type not in (torch.float16, torch.bfloat16, torch.float8_e4m3fn):

@@ -8,6 +8,7 @@ from typing import Any
 from fi_core.attention.wrappers.inputs import lengths_of
 from fi_core.observe.draw import Draw, nbytes
 from fi_core.observe.trace import Planned, Scalar, Tensor, TraceTemplate, Work, axes_of, options, sized, tensors, words
+from fi_core.runtime.lazy import torch
 from fi_core.utils import canonicalize_torch_dtype, ceil_div
 
 _SCALE = 192**-0.5  # of the widths before absorption, 128 + 64
@@ -67,8 +68,6 @@ def _make(draw: Draw, s: Any) -> dict[str, Any]:
 
 
 def _plan(wrapper: Callable[..., Any], x: Mapping[str, Any]) -> Any:
-    import torch
-
     planned = wrapper(torch.empty(_WORKSPACE, dtype=torch.uint8, device=x["q_nope"].device))
     tables = (x[name] for name in _TABLES)
     options = {"page_size": x["ckv_cache"].shape[1], "causal": x["causal"], "sm_scale": x["sm_scale"]}

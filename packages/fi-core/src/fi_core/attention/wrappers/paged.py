@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fi_core.attention.contract import Scores, check_length, kv_lens, unpack
+from fi_core.attention.contract import Cache, Scores, check_length, kv_lens, unpack
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.log import fi_api
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import method_with_lse
-
-if TYPE_CHECKING:
-    import torch
-
-    from fi_core.attention.contract import Cache
 
 
 def lengths_of(indptr: Any, last_page_len: Any, seq_lens: Any, page_size: int, device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ from fi_core.attention.wrappers import inputs, trace
 from fi_core.attention.wrappers.inputs import HEADS, PAGED, attention_work, kept, lengths_of, normal, paged, plain_calls
 from fi_core.observe.draw import Draw, nbytes
 from fi_core.observe.trace import Planned, Scalar, Tensor, TraceTemplate, Work, sized, tensors
+from fi_core.runtime.lazy import torch
 from fi_core.utils import ceil_div
 
 _SCORES: dict[str, Tensor | Scalar] = {"sm_scale": Scalar(), "causal": Scalar("bool", optional=True)}
@@ -32,8 +33,6 @@ def _blocks_reference(q, k, v, indptr, indices, R, C, sm_scale, causal=False):  
 @sized(**_BLOCKS, **HEADS)
 def _make_blocks(draw: Draw, s: Any) -> dict[str, Any]:
     """Each row of blocks selects a share `density` of the columns, at random."""
-    import torch
-
     block_columns = min(s.block_columns, s.kv_len)
     columns = s.kv_len // block_columns
     count = min(columns, max(1, round(columns * s.density)))

@@ -5,15 +5,12 @@ functions.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import PlanError
 from fi_core.runtime.invariance import is_on
-
-if TYPE_CHECKING:
-    import torch
-
+from fi_core.runtime.lazy import torch
 
 # By the address of their int workspace, by which a planner finds the wrapper to plan for.
 _wrappers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, Scores, code, last_value, row_elements, unpack
-from fi_core.attention.custom import derived_scalars
+from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, Cache, Scores, code, last_value, row_elements, unpack
+from fi_core.attention.custom import CustomAttention, derived_scalars
 from fi_core.attention.forms.single import single_prefill_with_kv_cache
 from fi_core.attention.forms.tables_prefill import attend_once
 from fi_core.attention.ops.prefill import BATCH_PREFILL
@@ -21,13 +21,8 @@ from fi_core.attention.wrappers.side_by_side import divide, halves, lengths_of, 
 from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import refuse
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.resolve.ahead import planned
-
-if TYPE_CHECKING:
-    import torch
-
-    from fi_core.attention.contract import Cache
-    from fi_core.attention.custom import CustomAttention
 
 
 def _attend_request(
@@ -330,8 +325,6 @@ class BatchPODWithPagedKVCacheWrapper:
         Raises:
             The errors of the two functions.
         """
-        import torch
-
         prefill, decode = self._prefill, self._decode
         for half in (prefill, decode):
             half._require_plan()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from fi_core.attention import contract
 from fi_core.attention.schedule import PrefillPlan
@@ -11,11 +12,7 @@ from fi_core.attention.wrappers.base import check_results, check_types
 from fi_core.attention.wrappers.decode_arguments import options_of_size
 from fi_core.runtime.errors import blame
 from fi_core.runtime.invariance import check_plan, is_on
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    import torch
+from fi_core.runtime.lazy import torch
 
 # Names of other libraries' kernels with the same semantics mean "auto".
 BACKENDS = {name: name for name in ("auto", "fa2", "fa3", "cudnn")} | {"trtllm-gen": "auto", "cutlass": "auto"}
@@ -131,8 +128,6 @@ def items_fields(
 
     on_device: makes the device copy of a table, after its name.
     """
-    import torch
-
     fields = {"prefix_len": prefix_len, "items": None, "item_positions": positions}
     fields |= {"items_len": length, "longest_item": longest}
     if prefix_len is None:

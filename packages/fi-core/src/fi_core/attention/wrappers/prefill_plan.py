@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fi_core.attention import contract, mask
 from fi_core.attention.contract import Scores, computed, flag, scales_of
@@ -13,16 +13,13 @@ from fi_core.attention.ops.request import LOAD_BYTES, alignment, by_variant
 from fi_core.attention.schedule import PrefillPlan
 from fi_core.attention.wrappers import planners
 from fi_core.attention.wrappers import prefill_arguments as arguments
-from fi_core.attention.wrappers.base import BatchWrapper, explain, float32, of_plan, run_scales
+from fi_core.attention.wrappers.base import BatchWrapper, explain, of_plan, run_scales
 from fi_core.attention.wrappers.prefill_arguments import BACKENDS, FOREIGN, check_call, check_rows, log_base, lse_shape
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.invariance import is_on
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.resolve.ahead import planned
 from fi_core.utils import check_shape_dtype_device, int32_index
-
-if TYPE_CHECKING:
-    import torch
-
 
 _SIZES = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "causal", "window_left")
 
@@ -78,8 +75,6 @@ class BatchPrefillPlan(BatchWrapper):
         self._begin(float_workspace_buffer)
 
     def _place(self) -> None:
-        import torch
-
         memory = self._int_workspace_buffer.view(-1).view(torch.uint8)
         self._change(schedule=memory[: len(memory) // 4 * 4].view(torch.int32))
         partials = self._float_workspace_buffer
@@ -348,9 +343,9 @@ class BatchPrefillPlan(BatchWrapper):
             if lse is not None or return_lse:
                 wanted = lse_shape(lse_layout, rows, heads)
                 if lse is not None:
-                    check_shape_dtype_device(lse, wanted, float32(), q.device, "lse")
+                    check_shape_dtype_device(lse, wanted, torch.float32, q.device, "lse")
                 if lse is None or lse_layout == "HN":
-                    written = q.new_empty(rows, heads, dtype=float32())
+                    written = q.new_empty(rows, heads, dtype=torch.float32)
             sm_scale, out_scale, tensors = plan.scale, 1.0, ()
             if args or kv_cache_sf is not None or not (scales[0] is scales[1] is scales[2] is None):
                 kv_scales = scales_of(kv_cache_sf, self._kv_layout, plan.page_indices is not None)

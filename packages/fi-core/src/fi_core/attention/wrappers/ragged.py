@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fi_core.attention.contract import Scores
 from fi_core.attention.schedule import PrefillPlan
@@ -11,10 +11,8 @@ from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame, unsupported
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import method_with_lse
-
-if TYPE_CHECKING:
-    import torch
 
 
 @fi_api
@@ -144,8 +142,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
 
     def _out_dtype(self, plan: PrefillPlan) -> Any:
         """The dtype of the output: the planned one; instead of an fp8 dtype that of q, or bf16 if q is fp8 as well."""
-        import torch
-
         for planned in (plan.o_dtype, plan.q_dtype):
             if planned is not None and planned.itemsize > 1:
                 return planned

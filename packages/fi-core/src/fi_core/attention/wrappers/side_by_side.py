@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fi_core.attention.contract import check_workspace, row_elements
 from fi_core.attention.ops.decode import MAX_RANGES
 from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.machine import multiprocessors_of, target_of
-
-if TYPE_CHECKING:
-    import torch
 
 # Times on an H200, by which SMs are divided: bytes that decode reads and operations of prefill, a microsecond; us that
 # prefill takes besides; and the share of the SMs on which decode reads as fast as on all. 60 decode rows at 3k keys,
@@ -28,8 +26,6 @@ def halves(
     float_workspace_buffer: torch.Tensor, kv_layout: str, jit_args: Sequence[Any] | None
 ) -> tuple[BatchPrefillWithPagedKVCacheWrapper, BatchDecodeWithPagedKVCacheWrapper]:
     """A wrapper for prefill and one for decode, each with a part of the workspace, which may run at the same time."""
-    import torch
-
     check_workspace(float_workspace_buffer, "float_workspace_buffer")
     room = float_workspace_buffer.view(-1).view(torch.uint8)
     quarter = len(room) // 4 // 256 * 256
@@ -85,8 +81,6 @@ def divide(decode: BatchDecodeWithPagedKVCacheWrapper, v: torch.Tensor, prefill_
 @functools.lru_cache(maxsize=64)
 def _side(device: torch.device, stream: int) -> tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event]:
     """A stream beside `stream`, and the events of fork and join."""
-    import torch
-
     return torch.cuda.Stream(device), torch.cuda.Event(), torch.cuda.Event()
 
 
@@ -95,8 +89,6 @@ def side_by_side(ctas: int, device: torch.device, prefill: Callable[[], Any], de
 
     It may be captured in a CUDA graph. decode must write into tensors that exist.
     """
-    import torch
-
     if not ctas:
         decode()
         return prefill()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import WrongBackendError
-
-if TYPE_CHECKING:
-    import torch
+from fi_core.runtime.lazy import torch
 
 
 @fi_api

@@ -16,23 +16,20 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from fi_core.runtime.errors import without_frames
 from fi_core.runtime.invariance import is_on
 from fi_core.runtime.launch import torch_op
 from fi_core.runtime.launch.operator import Operator, operator_of
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.machine import rehearsal
 from fi_core.runtime.resolve.ahead import TOKEN_COUNTS, begin_module
 from fi_core.runtime.resolve.checks import checks_signs
 from fi_core.runtime.signature import passed, redefine
 from fi_core.runtime.spec.dtype import DTYPES, short_name
+from fi_core.runtime.spec.op import Op
 from fi_core.runtime.tensors import is_special, unreadable
-
-if TYPE_CHECKING:
-    import torch
-
-    from fi_core.runtime.spec.op import Op
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,8 +81,6 @@ class AtOnce:
 
     def result(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A new tensor, which the function returns."""
-        import torch
-
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def constant(self, x: torch.Tensor) -> torch.Tensor:
@@ -100,8 +95,6 @@ class AtOnce:
 @functools.cache
 def _space(dtype: torch.dtype, device: str) -> torch.Tensor:
     """The address space without memory: "meta", or "cpu" for host modules, which read no element of it."""
-    import torch
-
     if device == "meta":
         return torch.empty(_SPACE // dtype.itemsize, dtype=dtype, device="meta")
     return torch.frombuffer((ctypes.c_char * _SPACE).from_address(_SPACE), dtype=torch.uint8).view(dtype)
@@ -175,8 +168,6 @@ class PlanBuilder:
         return _space(dtype, "meta")[begin // dtype.itemsize :][: math.prod(shape)].view(*shape)
 
     def result(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        import torch
-
         self.made.append(functools.partial(torch.empty, size=torch.Size(shape), dtype=dtype, device=self.device))
         self._results.append(self._add_form(torch.empty(shape, dtype=dtype, device="meta")))
         return self._results[-1]
@@ -214,8 +205,6 @@ class PlanBuilder:
 
     def call(self) -> Callable[..., Any]:
         """The function of C++ that makes the calls of the plan: see fi/host/steps.h."""
-        import torch
-
         scratch = _space(torch.uint8, "cpu")[: self.scratch_bytes]
         words = [self.given, 1 + len(self.forms), scratch, *(x if x is None else _on_host(x) for x in self.forms)]
         modules = [operator.module(self.device) for operator, _ in self.steps]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from fi_core.runtime.errors import without_frames
+from fi_core.runtime.lazy import torch
 from fi_core.runtime.spec.arguments import Argument
 from fi_core.runtime.spec.op import Op
 from fi_core.runtime.tensors import is_special, unreadable
@@ -26,8 +27,6 @@ def signal(scope: dict[str, Any], before: Callable[[], object] = lambda: None) -
 
     def modes() -> int:
         before()
-        import torch
-
         scope.update(modes=torch._C._len_torch_dispatch_stack, records=torch.is_grad_enabled)
         return torch._C._len_torch_dispatch_stack()
 
@@ -42,7 +41,6 @@ def register(op: Op, direct: Callable[..., Any]) -> Any:
         op: the op.
         direct: launches its kernel whatever the dispatcher's state is.
     """
-    import torch
 
     def run(*arguments: Any) -> None:
         refuse_autograd(op, arguments)
@@ -71,8 +69,6 @@ def register(op: Op, direct: Callable[..., Any]) -> Any:
 
 def call(name: str, arguments: tuple[Any, ...], variant: Any = None) -> None:
     """Calls the registered op. torch.compile traces this. Raises NotImplementedError for a user's variant."""
-    import torch
-
     if variant is not None:
         raise NotImplementedError(f"{name}: an attention variant has no torch operator, so torch cannot trace it")
     getattr(torch.ops.fi_core, name)(*arguments)
@@ -99,8 +95,6 @@ def dispatch(op: Op, arguments: tuple[Any, ...], variant: Any = None) -> None:
 
 def refuse_autograd(op: Op, arguments: tuple[Any, ...]) -> None:
     """Raises NotImplementedError, as torch's `out=` functions do, if autograd would record the call."""
-    import torch
-
     if not torch.is_grad_enabled():
         return
     for argument, value in zip(op.parsed, arguments):

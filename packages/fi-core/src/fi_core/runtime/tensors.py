@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -23,6 +24,19 @@ def is_special(value: Any) -> bool:
             or private._is_functional_tensor(value)
         )
     )
+
+
+def real_among_fakes(values: Sequence[Any]) -> list[int]:
+    """Where the real tensors are that a fake mode, of one of the values or active, would refuse."""
+    from torch import Tensor
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, fake_tensor_tls
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None) or _get_current_dispatch_mode()
+    allowed = fake_tensor_tls.allow_non_fake_inputs_override
+    if not isinstance(mode, FakeTensorMode) or (mode.allow_non_fake_inputs if allowed is None else allowed):
+        return []
+    return [i for i, value in enumerate(values) if isinstance(value, Tensor) and not is_special(value)]
 
 
 def unreadable(value: Any) -> str:

@@ -64,8 +64,11 @@ def read(path: Path) -> list[str]:
 
 def points(line: str, kind: str) -> Iterator[Callable[[], Call]]:
     """What prepares each call of a line: a routine of fi-bench with its flags, or `call NAME size=value,...` of a
-    described function.
+    described function; behind `invariant` under the switch of batch invariance.
     """
+    if line.startswith("invariant "):
+        yield from map(invariant, points(line.removeprefix("invariant "), kind))
+        return
     if line.startswith("call "):
         _, name, *sizes = line.split()
         given = {key: values.split(",") for key, _, values in (size.partition("=") for size in sizes)}
@@ -76,6 +79,18 @@ def points(line: str, kind: str) -> Iterator[Callable[[], Call]]:
 
     for args in sweep.points(parsing.parse(["--random_seed", str(SEED), *line.split()])):
         yield of_case(args, kind)
+
+
+def invariant(prepare: Callable[[], Call]) -> Callable[[], Call]:
+    """The same, prepared and run with batch invariance."""
+    from fi_core import batch_invariant
+
+    def prepared() -> Call:
+        with batch_invariant():
+            call = prepare()
+        return call._replace(run=batch_invariant()(call.run))
+
+    return prepared
 
 
 def _value(word: str) -> Any:

@@ -15,6 +15,7 @@ from fi_core import mamba
 from fi_core.attention.forms.tables_decode import trtllm_batch_decode_with_kv_cache
 from fi_core.attention.forms.tables_prefill import trtllm_batch_context_with_kv_cache
 from fi_core.gdn_prefill import chunk_gated_delta_rule
+from fi_core.mla import trtllm_batch_decode_with_kv_cache_mla
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
 LENGTHS = (1, 3, 64, 65, 200, 700, 1024, 1500, 2600)  # chunks of KV have 512 tokens
@@ -152,6 +153,18 @@ def mla(requests: Sequence[Tensors], rng: Random, device: str) -> list[list[torc
     )  # fmt: skip
     q, q_pe = (torch.cat([r[name] for r in requests]) for name in ("q", "q_pe"))
     out, lse = wrapper.run(q, q_pe, ckv, kpe, return_lse=True)
+    return [list(own) for own in zip(split(out, requests), split(lse, requests))]
+
+
+def tables_mla(requests: Sequence[Tensors], rng: Random, device: str) -> list[list[torch.Tensor]]:
+    caches = [(torch.cat([r["ckv"], r["kpe"]], -1),) for r in requests]
+    _, (cache,), tables = paged(caches, rng, device)
+    lengths = torch.tensor([len(r["ckv"]) for r in requests], dtype=torch.int32, device=device)
+    out, lse = trtllm_batch_decode_with_kv_cache_mla(
+        torch.cat([torch.cat([r["q"], r["q_pe"]], -1) for r in requests]), cache, workspace(device), 128, 512, 64,
+        tables_of(tables, device), lengths, int(lengths.max()), bmm1_scale=0.07, return_lse=True,
+        cum_seq_lens_q=offsets([len(r["q"]) for r in requests], device),
+    )  # fmt: skip
     return [list(own) for own in zip(split(out, requests), split(lse, requests))]
 
 
@@ -308,6 +321,7 @@ REQUESTS = [
         cut_attention,
     ),
     Requests("BatchMLAPagedAttentionWrapper", latent, mla, cut_latent),
+    Requests("trtllm_batch_decode_with_kv_cache_mla", latent, tables_mla, cut_latent),
     Requests("chunk_gated_delta_rule", recurrent, delta_rule, names=("q", "k", "v", "g", "beta")),
     Requests("ssd_combined_fwd", spaces, state_spaces, names=("x", "dt", "B", "C")),
     Requests("causal_conv1d_fn", convolved, convolution, names=("x",), step=1),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import fi_core
 from families.engine import engine
 from families.harness import assert_close, rand
 from fi_core.mla import BatchMLAPagedAttentionWrapper as Wrapper
@@ -437,3 +438,13 @@ def test_results_do_not_depend_on_the_batch(heads: int, kind: torch.dtype, devic
         wrapper.plan(*alone.plan_arguments(), disable_split_kv=True)
         out, own_lse = wrapper.run(*alone.run_arguments(), return_lse=True, **options)
         assert torch.equal(out, together[rows]) and torch.equal(own_lse, lse[rows]), n
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_fixed_splits_against_fp64(heads: int, kind: torch.dtype, device: str) -> None:
+    """Chunks of 512 tokens, of requests that end at, before and behind their ends."""
+    b = batch((1, 511, 512, 513, 0, 1300), 3, heads, kv_dtype=kind, causal=True, device=device)
+    options, scales = ({"ckv_scale": 0.5, "kpe_scale": 0.5}, 0.5) if kind is FP8 else ({}, 1.0)
+    with fi_core.batch_invariant():
+        check(b, torch.full_like(b.cache, scales, dtype=torch.float32) if kind is FP8 else None, **options)

@@ -15,7 +15,7 @@ from fi_core.attention.ops import mla
 from fi_core.runtime.machine import Rehearsal
 from fi_core.runtime.spec.target import Target
 
-KV_TILE, WORK_TILE_COST = 64, 4  # kMlaKvTile, kMlaWorkTileCost
+KV_TILE, WORK_TILE_COST, CHUNK_TILES = 64, 4, 8  # kMlaKvTile, kMlaWorkTileCost, kMlaChunkTiles
 MAX_RANGES = 132
 
 
@@ -47,22 +47,29 @@ class Work(NamedTuple):
     slot: int  # of its partial
 
 
-def plan(lengths: Sequence[int], qo_lens: Sequence[int], heads: int, rows: int, ranges: int) -> list[Start]:
-    """The starts of the ranges, and behind them the end of the last one."""
+def chunks(kv_len: int) -> int:
+    return max(1, -(-kv_len // (CHUNK_TILES * KV_TILE)))
+
+
+def plan(
+    lengths: Sequence[int], qo_lens: Sequence[int], heads: int, rows: int, ranges: int, slots: int | None = None
+) -> list[Start]:
+    """The starts of the ranges, and behind them the end of the last one. slots: of fixed splits."""
     size = mla.Sizes(MAX_RANGES, ranges, ranges, 1)
     schedule = torch.full((2, mla.words_of(size, len(lengths)) // 2), 0x55555555, dtype=torch.int32)
     qo_indptr = torch.tensor([0, *itertools.accumulate(qo_lens)], dtype=torch.int32)
     kv_indptr = torch.tensor([0, *itertools.accumulate(-(-n // KV_TILE) for n in lengths)], dtype=torch.int32)
     mla.mla_plan(
         schedule, torch.tensor(lengths, dtype=torch.int32), KV_TILE, heads, MAX_RANGES, ranges, ranges, rows, rows,
-        qo_indptr, kv_indptr,
+        qo_indptr, kv_indptr, fixed_splits=slots is not None, workspace_floats=(slots or 0) * rows * 514,
     )  # fmt: skip
     count, tile_rows, most, cost = schedule[1, :4].tolist()
     assert count <= ranges and tile_rows == rows
     arrivals = schedule[1, 4 + 12 * (MAX_RANGES + 1) : 4 + 16 * (MAX_RANGES + 1)]
     assert not arrivals.any(), "no split has arrived"
     starts = [Start(*x) for x in schedule[1, 4 : 4 + 12 * (MAX_RANGES + 1)].view(-1, 12).tolist()][: count + 1]
-    items = [(-(-n * heads // rows), -(-kv // KV_TILE) + WORK_TILE_COST) for n, kv in zip(qo_lens, lengths)]
+    costs = [chunks(kv) * CHUNK_TILES if slots is not None else -(-kv // KV_TILE) + WORK_TILE_COST for kv in lengths]
+    items = [(-(-n * heads // rows), cost) for n, cost in zip(qo_lens, costs)]
     assert cost == sum(a * b for a, b in items) and most == max(s.num_splits for s in starts)
     assert [s.position for s in starts] == sorted(s.position for s in starts)
     return starts
@@ -111,6 +118,26 @@ def test_every_kv_tile_has_one_range(seed: int) -> None:
     assert len(slots) == len(set(slots)) and all(0 <= s < 2 * ranges for s in slots)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_fixed_splits_cut_at_chunks_and_have_slots(seed: int) -> None:
+    """A range has whole chunks; where the workspace has too few slots for all chunks, it has whole items."""
+    draw = random.Random(seed)
+    heads, rows = draw.choice(((16, 16), (16, 64), (128, 128)))
+    ranges, batch = draw.choice((7, 66, 132)), draw.randint(1, 12)
+    lengths = [draw.choice((0, draw.randint(1, 100), draw.randint(1, 40000))) for _ in range(batch)]
+    qo_lens = [draw.choice((0, 1, 3)) if seed % 3 == 0 else 1 for _ in range(batch)]
+    slots = draw.choice((2 * ranges, 10_000))
+    starts = plan(lengths, qo_lens, heads, rows, ranges, slots)
+    tiles, items = [-(-n // KV_TILE) for n in lengths], [-(-n * heads // rows) for n in qo_lens]
+    work = work_of(starts, items, tiles)
+    total = sum(count * chunks(n) for count, n in zip(items, lengths))
+    assert work.keys() == {(b, t) for b in range(batch) for t in range(items[b])}
+    for (request, _), parts in work.items():
+        assert parts[0].begin == 0 and parts[-1].end == tiles[request]
+        assert all(a.end == b.begin and a.end % CHUNK_TILES == 0 for a, b in itertools.pairwise(parts))
+        assert total <= slots or len(parts) == 1
+
+
 def test_equal_requests_are_not_split_where_whole_ones_fill_the_ranges() -> None:
     starts = plan([4096] * 128, [1] * 128, 128, 128, 66)
     assert len(starts) == 65 and all(s.kv_tile == 0 for s in starts), "64 ranges of two requests"
@@ -119,6 +146,17 @@ def test_equal_requests_are_not_split_where_whole_ones_fill_the_ranges() -> None
 def test_one_request_is_split_into_equal_ranges() -> None:
     starts = plan([32768], [1], 16, 16, 132)
     assert len(starts) == 129 and {b.kv_tile - a.kv_tile for a, b in itertools.pairwise(starts[:-1])} == {4}
+
+
+@pytest.mark.parametrize(("batch", "kv_len", "ranges", "each"), [
+    (1, 4096, 8, 1), (1, 65536, 128, 1), (1, 131072, 132, 2), (8, 4096, 64, 1), (32, 4096, 132, 2), (128, 4096, 128, 8),
+])  # fmt: skip
+def test_fixed_splits_fill_an_h200(batch: int, kv_len: int, ranges: int, each: int) -> None:
+    """Chunks of the longest range, with the 34 MiB that a workspace has without them."""
+    starts = plan([kv_len] * batch, [1] * batch, 16, 64, 132, slots=264)
+    assert len(starts) == ranges + 1
+    ends = [s.request * chunks(kv_len) + s.kv_tile // CHUNK_TILES for s in starts]
+    assert max(b - a for a, b in itertools.pairwise(ends)) == each
 
 
 def test_without_lengths_requests_have_what_their_pages_hold() -> None:
@@ -136,7 +174,8 @@ def test_without_lengths_requests_have_what_their_pages_hold() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 66, 1025, 3000])
 @pytest.mark.parametrize("uniform", [False, True])
-def test_the_device_plans_as_the_cpu_does(batch: int, uniform: bool) -> None:
+@pytest.mark.parametrize("slots", [None, 264, 1 << 20])
+def test_the_device_plans_as_the_cpu_does(batch: int, uniform: bool, slots: int | None) -> None:
     draw = random.Random(batch)
     lengths = [4096] * batch if uniform else [draw.choice((0, 64, draw.randint(1, 9000))) for _ in range(batch)]
     qo_lens = [1] * batch if uniform else [draw.choice((0, 1, 3)) for _ in range(batch)]
@@ -148,6 +187,7 @@ def test_the_device_plans_as_the_cpu_does(batch: int, uniform: bool) -> None:
         tables = [torch.tensor(x, dtype=torch.int32, device=device) for x in (
             lengths, [0, *itertools.accumulate(qo_lens)], pages
         )]  # fmt: skip
-        mla.mla_plan(schedule, tables[0], KV_TILE, 128, MAX_RANGES, 132, 66, 16, 128, *tables[1:])
+        mla.mla_plan(schedule, tables[0], KV_TILE, 128, MAX_RANGES, 132, 66, 16, 128, *tables[1:],
+                     fixed_splits=slots is not None, workspace_floats=(slots or 0) * 128 * 514)  # fmt: skip
         schedules.append(schedule.cpu())
     assert torch.equal(*schedules)

@@ -40,6 +40,7 @@ def mla(tmp_path_factory: pytest.TempPathFactory) -> Any:
             "cluster": cluster, "sm_scale": 0.1,
         }  # fmt: skip
         axes = {"q": "bf16", "kv": change["ckv_cache"].dtype if "ckv_cache" in change else "bf16"}
+        axes["fixed_splits"] = change.get("fixed_splits", False)
         return gpu.call("batch_mla", axes, arguments | change, implementation=implementation)
 
     yield call
@@ -76,6 +77,12 @@ def test_many_heads_run_in_pairs_of_ctas_with_the_second_schedule(mla: Mla) -> N
     maps = {c["address"]: c["dimensions"] for c in calls if c["call"] == "tensor_map"}
     assert maps[CKV] == [[512, 2, 64], [64, 1152, 64], [32, 64 * 1152, 1]]
     assert maps[CKV + 1024] == [[64, 2, 64], [64, 1152, 64], [32, 64 * 1152, 1]]
+
+
+def test_fixed_splits_have_one_kernel_for_any_heads(mla: Mla) -> None:
+    for heads in (16, 128):
+        for implementation, name in (("wgmma_sm90", "batch_mla_wgmma_tma"), ("mma_sm80", "batch_mla_mma_3")):
+            assert attention(mla(heads, 64, implementation, fixed_splits=True))["name"] == name
 
 
 @pytest.mark.parametrize("change", [{"page_size": 32}, {"page_size": 64, "pages": 0}])

@@ -243,6 +243,7 @@ class MlaPlan(Plan):
     causal: bool = False
     num_heads: int = 0
     page_size: int = 1
+    fixed_splits: bool = False
     enable_pdl: bool | None = None
     backend: str = "auto"
     # Of the batch

@@ -59,7 +59,7 @@ def _attend(
     size, batch = ops.sizes(q.device, heads), tables.batch_size(q)
     room = round_up(4 * ops.words_of(size, batch), 256) + 4 * size.workspace_floats
     page_size = 1 if options.get("sparse") else cache.ckv.shape[1]
-    size, schedule, partials = plan_in(q.new_empty(room, dtype=torch.uint8), page_size, q, tables)
+    grid, schedule, partials = plan_in(q.new_empty(room, dtype=torch.uint8), page_size, q, tables)
     out = q.new_empty(rows, heads, LATENT)
     lse = q.new_empty(rows, heads, dtype=torch.float32)
     stats = q.new_empty(2, rows, heads, dtype=torch.float32)
@@ -74,7 +74,7 @@ def _attend(
         kpe_cache=cache.kpe,
         page_indices=tables.table,
         batch_size=batch,
-        **size._asdict(),
+        **grid,
         sm_scale=scale,
         ckv_scales=cache.scales,
         sinks=sinks,

@@ -170,14 +170,14 @@ def trtllm_batch_decode_with_kv_cache_mla(
         tables = sparse_tables(cache.placed(block_tables), sparse_mla_top_k, sparse_mla_top_k_lens, q.shape[0])
     else:
         tables = dense_tables(block_tables, seq_lens, cum_seq_lens_q, q_len)
-    size, schedule, partials = plan_in(workspace_buffer, 1 if sparse else cache.ckv.shape[1], q, tables, context)
+    grid, schedule, partials = plan_in(workspace_buffer, 1 if sparse else cache.ckv.shape[1], q, tables, context)
     scale, score_scale = _scale(bmm1_scale, "bmm1_scale")
     value_scale, out_scale = _scale(bmm2_scale, "bmm2_scale")
     if not value_scale > 0:
         raise ValueError(f"bmm2_scale: a positive number is required; got {value_scale!r}")
     ops.batch_mla(
         out.flatten(0, 1) if out.ndim == 4 else out, lse, partials, schedule, q[..., : ops.LATENT],
-        q[..., ops.LATENT :], cache.ckv, cache.kpe, tables.table, tables.batch_size(q), **size._asdict(),
+        q[..., ops.LATENT :], cache.ckv, cache.kpe, tables.table, tables.batch_size(q), **grid,
         sm_scale=scale / value_scale, causal=causal, ckv_scale=value_scale, kpe_scale=value_scale,
         ckv_scales=cache.scales, lse_base_e=_LSE_BASES[return_lse_base], sparse=sparse, sinks=_sinks(sinks),
         score_scale=score_scale, out_scale=out_scale, cp_world=cp_world, cp_rank=cp_rank, enable_pdl=enable_pdl,
@@ -245,17 +245,19 @@ def sparse_tables(block_tables: torch.Tensor, top_k: int, lens: torch.Tensor | N
 
 def plan_in(
     workspace: torch.Tensor, page_size: int, q: torch.Tensor, tables: Tables, context: torch.Tensor | None = None
-) -> tuple[ops.Sizes, torch.Tensor, torch.Tensor]:
-    """The grid, the schedules, which are planned at the beginning of the workspace, and the partials behind them."""
+) -> tuple[dict[str, int], torch.Tensor, torch.Tensor]:
+    """The grid and its splits, the schedules, planned where the workspace begins, and the partials behind them."""
     check_workspace(workspace, "workspace_buffer")
     flat, heads, batch_size = workspace.view(torch.uint8).view(-1), q.shape[1], tables.batch_size(q)
     first = round_up(4 * ops.words_of(ops.sizes(workspace.device, heads), batch_size), 256)
     if flat.numel() <= first:
         raise ValueError(f"workspace_buffer: more than {first} bytes are required; got {flat.numel()}")
-    size, schedule, partials = ops.place(flat[:first], flat[first:], heads, batch_size)
+    fixed_splits = is_on()
+    size, schedule, partials = ops.place(flat[:first], flat[first:], heads, batch_size, fixed_splits)
     ops.mla_plan(
         schedule, tables.lengths, page_size, heads, size.max_ranges, size.narrow_ranges, size.wide_ranges,
         ops.NARROW_ROWS, ops.WIDE_ROWS * size.cluster, qo_indptr=tables.indptr, pages_per_request=tables.width,
-        qo_len=tables.q_len, context_lens=context, batch_size=batch_size, split_kv=not is_on(),
+        qo_len=tables.q_len, context_lens=context, batch_size=batch_size, fixed_splits=fixed_splits,
+        workspace_floats=partials.numel(),
     )  # fmt: skip
-    return size, schedule, partials
+    return {**size._asdict(), "fixed_splits": fixed_splits}, schedule, partials

@@ -30,14 +30,16 @@ _CPU_RANGES = 64
 # each request has qo_len query tokens. kv_indptr: int32 `[batch_size + 1]`, offsets in the page table; without it
 # request b has pages_per_request entries from b * pages_per_request on. context_lens: int32 `[batch_size]`, tokens of
 # each request on all ranks, of which kv_len are here. Without split_kv no request is split: its result does not depend
-# on the batch.
+# on the batch. fixed_splits: chunks of 512 tokens, which are folded in their order; the schedule cuts requests between
+# them if a workspace of workspace_floats holds all chunks.
 MLA_PLAN = Op(
     name="mla_plan",
     family="attention",
     arguments="Tensor(a!) schedule, Tensor? kv_len, int page_size, int heads, int max_ranges, int narrow_ranges, "
     "int wide_ranges, int narrow_rows, int wide_rows, Tensor? qo_indptr=None, Tensor? kv_indptr=None, "
-    "int pages_per_request=0, int qo_len=1, Tensor? context_lens=None, bool split_kv=True, int batch_size=0",
-    implementations=plan_implementations("mla"),
+    "int pages_per_request=0, int qo_len=1, Tensor? context_lens=None, bool split_kv=True, int batch_size=0, "
+    "bool fixed_splits=False, int workspace_floats=0",
+    implementations=plan_implementations("mla", "mla_plan<false>", "mla_plan<true>"),
 )
 mla_plan = operator(MLA_PLAN)
 
@@ -60,6 +62,10 @@ class MlaConfig(NamedTuple):
 _STAGE_KEYS = 32
 
 
+# Compiled into kernels by the axis fixed_splits; without it they keep their instructions.
+_FLAGS = {False: (), True: ("-DFI_FIXED_SPLITS",)}
+
+
 def _mma_entry(axes: Values, stages: int) -> Entry:
     q, kv = DTYPES[axes["q"]], DTYPES[axes["kv"]]
     pitch, fp8 = 2 * WIDTH + 16, kv.bytes == 1
@@ -73,17 +79,17 @@ def _mma_entry(axes: Values, stages: int) -> Entry:
 def _mma_unit(axes: Values) -> Unit:
     """mma.sync for any device: 163 KB of shared memory (sm_80), else 99 KB (sm_86, sm_89, sm_120)."""
     entries = tuple(_mma_entry(axes, stages) for stages in ((4, 3) if axes["kv"] == "e4m3" else (3, 2)))
-    return Unit("fi/attention/mla/batch_mla.cuh", "BatchMlaParams", entries)
+    return Unit("fi/attention/mla/batch_mla.cuh", "BatchMlaParams", entries, flags=_FLAGS[axes["fixed_splits"]])
 
 
 def _packed_unit(axes: Values) -> Unit:
     """Packed pages, of which rows are widened on their way to stages of 16 bits."""
-    like = _mma_unit({"q": "bf16", "kv": "bf16"})
+    like = _mma_unit({**axes, "kv": "bf16"})
     entries = tuple(
         entry._replace(name=f"batch_mla_packed_{stages}", body=f"batch_mla_packed<{stages}, {entry.shared_bytes}>")
         for entry, stages in zip(like.entries, (3, 2))
     )
-    return Unit(like.header, like.params, entries)
+    return Unit(like.header, like.params, entries, flags=like.flags)
 
 
 def _narrow_unit(axes: Values) -> Unit:
@@ -101,20 +107,14 @@ def _narrow_unit(axes: Values) -> Unit:
 
 def _wgmma_unit(axes: Values) -> Unit:
     q, kv = DTYPES[axes["q"]].device, DTYPES[axes["kv"]]
-    kinds = (("gather", MlaKind.GATHER),) if kv.bytes == 1 else (("tma", MlaKind.TMA), ("gather", MlaKind.GATHER))
+    kinds = (("tma", MlaKind.TMA, "true"), ("gather", MlaKind.GATHER, "false"))[kv.bytes == 1 :]
     shared = 227 * 1024  # all of it
+    body = f"batch_mla_wgmma<{q}, {kv.device}, "
     entries = tuple(
-        Entry(
-            f"batch_mla_wgmma_{name}",
-            f"batch_mla_wgmma<{q}, {kv.device}, {str(kind is MlaKind.TMA).lower()}, {shared}>",
-            384,
-            MlaConfig(kind, WIDE_ROWS),
-            shared,
-            1,
-        )
-        for name, kind in kinds
+        Entry(f"batch_mla_wgmma_{name}", f"{body}{tma}, {shared}>", 384, MlaConfig(kind, WIDE_ROWS), shared, 1)
+        for name, kind, tma in kinds
     )
-    return Unit("fi/attention/mla/batch_mla_sm90.cuh", "BatchMlaParams", entries)
+    return Unit("fi/attention/mla/batch_mla_sm90.cuh", "BatchMlaParams", entries, flags=_FLAGS[axes["fixed_splits"]])
 
 
 # rows: "narrow" if the requests have at most 16 packed query rows (tokens times heads) on average, else "wide".
@@ -124,10 +124,12 @@ FIELDS = {
     "rows": Field(("narrow", "wide"), "narrow"),
     "has_rope": Field((False, True), True),
     "sparse": Field((False, True), False),
+    "fixed_splits": Field((False, True), False),
 }
 
 
 _WIDE = (Constraint("has_rope", "==", True), Constraint("rows", "==", "wide"))
+_SPLITS_BY_BATCH = Constraint("fixed_splits", "==", False)
 _16_BIT_KEYS = Constraint("kv", "in", ("f16", "bf16"))
 _FP8_KEYS = (Constraint("q", "==", "bf16"), Constraint("kv", "==", "e4m3"))
 _PLAIN_KEYS = Constraint("kv", "in", ("f16", "bf16", "e4m3"))
@@ -135,7 +137,7 @@ _PACKED_KEYS = (Constraint("q", "==", "bf16"), Constraint("kv", "==", "u8"), Con
 
 
 def _types(values: Values) -> Values:
-    return {"q": values["q"], "kv": values["kv"]}
+    return {"q": values["q"], "kv": values["kv"], "fixed_splits": values["fixed_splits"]}
 
 
 # out, q_nope: `[tokens, heads, 512]`, fp16 or bf16. lse: fp32 `[tokens, heads]` contiguous, or None. q_pe: `[tokens,
@@ -150,7 +152,7 @@ def _types(values: Values) -> Values:
 # sinks: fp32 `[heads]`, a logit that joins the softmax of each head. score_scale, out_scale: fp32 `[1]`, factors of
 # scores and output. cp_world, cp_rank: token j of a request here is token j * cp_world + cp_rank of its context.
 # workspace, schedule, max_ranges, narrow_ranges, wide_ranges, cluster, batch_size: of the plan. In the schedule the
-# CTAs of a split request count their arrivals. num_heads, page_size: that tensors must have; 0: any.
+# CTAs of a split request count their arrivals. fixed_splits: as planned. num_heads, page_size: of tensors; 0: any.
 BATCH_MLA = Op(
     name="batch_mla",
     family="attention",
@@ -159,24 +161,26 @@ BATCH_MLA = Op(
     "int wide_ranges, int cluster, float sm_scale, bool causal=False, float ckv_scale=1.0, float kpe_scale=1.0, "
     "Tensor? ckv_scales=None, bool lse_base_e=False, bool sparse=False, Tensor? sinks=None, Tensor? score_scale=None, "
     "Tensor? out_scale=None, Tensor(e!)? score_stats=None, bool any_index=False, int cp_world=1, int cp_rank=0, "
-    'bool? enable_pdl=None, int num_heads=0, int page_size=0, str backend="auto"',
+    'bool? enable_pdl=None, int num_heads=0, int page_size=0, bool fixed_splits=False, str backend="auto"',
     planned=words(
         "workspace schedule page_indices batch_size max_ranges narrow_ranges wide_ranges cluster sm_scale causal",
-        "num_heads page_size enable_pdl backend",
+        "num_heads page_size fixed_splits enable_pdl backend",
     ),
     fields=FIELDS,
-    axes={"q": ("f16", "bf16"), "kv": ("f16", "bf16", "e4m3", "u8")},
+    axes={"q": ("f16", "bf16"), "kv": ("f16", "bf16", "e4m3", "u8"), "fixed_splits": (False, True)},
     config=MlaConfig,
     implementations=(
         Implementation("cpu", ON_CPU, axes=_types, backends=("cpu", "fa2")),
         Implementation("wgmma_sm90", (*exactly(90), _16_BIT_KEYS, *_WIDE), _wgmma_unit, _types, ("fa3",)),
         Implementation("wgmma_fp8_sm90", (*exactly(90), *_FP8_KEYS, *_WIDE), _wgmma_unit, _types, ("fa3",)),
-        Implementation("narrow_sm90", (*exactly(90), _PLAIN_KEYS), _narrow_unit, _types, ("fa3",)),
+        Implementation("narrow_sm90", (*exactly(90), _PLAIN_KEYS, _SPLITS_BY_BATCH), _narrow_unit, _types, ("fa3",)),
         Implementation("mma_sm80", (*at_least(80), _PLAIN_KEYS), _mma_unit, _types, ("fa2",)),
         Implementation("packed_sm80", (*at_least(80), *_PACKED_KEYS), _packed_unit, _types, ("fa2",)),
     ),
     prebuilt=tuple(  # the models are bf16
-        {"q": "bf16", "kv": kv, "rows": rows} for kv in ("bf16", "e4m3") for rows in ("narrow", "wide")
+        {"q": "bf16", "kv": kv, "rows": rows, "fixed_splits": fixed}
+        for kv in ("bf16", "e4m3")
+        for rows, fixed in (("narrow", False), ("wide", False), ("wide", True))
     ),
 )
 batch_mla = operator(BATCH_MLA)
@@ -190,6 +194,12 @@ class Sizes(NamedTuple):
     narrow_ranges: int
     wide_ranges: int
     cluster: int
+
+    @property
+    def workspace_floats(self) -> int:
+        """Floats of the partials: two of each work range."""
+        rows = max(self.narrow_ranges * NARROW_ROWS, self.wide_ranges * self.cluster * WIDE_ROWS)
+        return 2 * rows * (LATENT + 2)
 
 
 def sizes(device: torch.device, heads: int) -> Sizes:
@@ -209,11 +219,11 @@ def words_of(size: Sizes, batch_size: int) -> int:
 
 
 def place(
-    int_workspace: torch.Tensor, float_workspace: torch.Tensor, heads: int, batch_size: int
+    int_workspace: torch.Tensor, float_workspace: torch.Tensor, heads: int, batch_size: int, fixed_splits: bool
 ) -> tuple[Sizes, torch.Tensor, torch.Tensor]:
     """(grid, schedules, partials) of a batch in the two workspaces, which are contiguous.
 
-    A small float workspace limits the number of work ranges.
+    A small float workspace limits the number of work ranges. With fixed_splits all of it may have partials.
 
     Raises:
         ValueError: names the workspace that is too small, and the bytes that are required.
@@ -233,4 +243,4 @@ def place(
     if int_workspace.nbytes < 4 * needed:
         raise ValueError(f"int_workspace_buffer: {4 * needed} bytes are required; got {int_workspace.nbytes}")
     schedule = int_workspace.view(torch.int32)[:needed].view(2, needed // 2)
-    return size, schedule, room[: max(size.narrow_ranges * narrow, size.wide_ranges * wide)]
+    return size, schedule, room if fixed_splits else room[: size.workspace_floats]

@@ -64,10 +64,11 @@ def facts_of(
     return Facts(q.dtype, kv_type(k.dtype), out, *dims, group_size, page_size, **more)
 
 
-def plan_implementations(kind: str) -> tuple[Implementation, Implementation]:
-    """The implementations of the op that plans: on CUDA one kernel of one CTA. kind: "decode", "prefill" or "mla"."""
-    entry, header = Entry(f"{kind}_plan", f"{kind}_plan", 1024, ctas_per_sm=1), f"fi/attention/{kind}/{kind}_plan.cuh"
-    unit = Unit(header, f"{kind.title()}PlanParams", (entry,))
+def plan_implementations(kind: str, *bodies: str) -> tuple[Implementation, Implementation]:
+    """The implementations of the op that plans: on CUDA a kernel of one CTA. kind: "decode", "prefill" or "mla"."""
+    name, header = f"{kind}_plan", f"fi/attention/{kind}/{kind}_plan.cuh"
+    entries = (Entry(f"{name}_{i}" if i else name, x, 1024, ctas_per_sm=1) for i, x in enumerate(bodies or [name]))
+    unit = Unit(header, f"{kind.title()}PlanParams", tuple(entries))
     return Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), lambda axes: unit)
 
 

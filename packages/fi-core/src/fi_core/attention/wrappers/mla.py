@@ -38,7 +38,7 @@ def check_call(
     plan: MlaPlan, out: Any, lse: Any, q_nope: Any, q_pe: Any, ckv_cache: Any, kpe_cache: Any, *rest: Any
 ) -> None:
     """Raises the error that names the input that differs from the plan."""
-    check_plan(plan.split_kv)
+    check_plan(plan.split_kv and not plan.fixed_splits)
     latent, rope = ops.LATENT, plan.head_dim_kpe
     for name, tensor, dtype, last in (
         ("q_nope", q_nope, plan.q_dtype, (plan.num_heads, latent)),
@@ -188,14 +188,12 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
             tables = one_form(metadata, cum_seq_lens_q, block_tables, seq_lens, max_q_len, *tables)
         key: tuple[Any, ...] = (
             num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type,
-            disable_split_kv or is_on(),  # whether no request is split
+            disable_split_kv, is_on(),
         )  # fmt: skip
-        rest = (
-            query_layout, kv_cache_layout, lse_mode, output_scale, scale_mode, use_profiler, output_dtype, skip_softmax,
-            enable_pdl, use_sinks,
-        )  # fmt: skip
-        if rest != _DEFAULTS:
-            key = (*key, *rest)
+        rest = query_layout, kv_cache_layout, lse_mode, output_scale, scale_mode, use_profiler, output_dtype
+        last = skip_softmax, enable_pdl, use_sinks
+        if (*rest, *last) != _DEFAULTS:
+            key = (*key, *rest, *last)
         plan, sized = self._shapes.find(key) or self._shapes.keep(key, self._shaped(*key))
         placed = self._tables.place(*tables)
         batch_size = placed[3].numel()
@@ -209,7 +207,7 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         if missing:
             raise TypeError(f"plan() missing required arguments: {', '.join(missing)}")
         num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type = options[:8]
-        disable_split_kv, *rest = options[8:]
+        disable_split_kv, is_invariant, *rest = options[8:]
         output_scale, scale_mode, use_profiler, output_dtype, _, enable_pdl, use_sinks = (rest or _DEFAULTS)[3:]
         q_type, kv_type = dtype_of(q_data_type, "q_data_type"), dtype_of(kv_data_type, "kv_data_type")
         check_types(q_type, kv_type)
@@ -231,13 +229,15 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         shape = {"num_heads": num_heads, "head_dim_kpe": head_dim_kpe, "page_size": page_size, "causal": bool(causal)}
         types = {"q_dtype": q_type, "kv_dtype": kv_type, "fp8": kv_type.itemsize == 1}
         split_kv = not flag("disable_split_kv", disable_split_kv)
-        own = {"enable_pdl": enable_pdl, "sinks": bool(use_sinks), "backend": self._backend}
-        return MlaPlan(sm_scale=number(sm_scale, "sm_scale"), split_kv=split_kv, **shape, **types, **own)
+        own = {"enable_pdl": enable_pdl, "sinks": bool(use_sinks), "fixed_splits": split_kv and is_invariant}
+        return MlaPlan(
+            sm_scale=number(sm_scale, "sm_scale"), split_kv=split_kv, backend=self._backend, **shape, **types, **own
+        )
 
     def _sized(self, plan: MlaPlan, batch_size: int) -> MlaPlan:
         """The plan with its buffers, at the same addresses for plans of as many requests and heads."""
         size, schedule, workspace = ops.place(
-            self._int_workspace_buffer, self._float_workspace_buffer, plan.num_heads, batch_size
+            self._int_workspace_buffer, self._float_workspace_buffer, plan.num_heads, batch_size, plan.fixed_splits
         )
         return plan.replace(batch_size=batch_size, schedule=schedule, workspace=workspace, **size._asdict())
 
@@ -251,7 +251,7 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         ops.mla_plan(
             plan.schedule, kv_len, plan.page_size, plan.num_heads, plan.max_ranges, plan.narrow_ranges,
             plan.wide_ranges, ops.NARROW_ROWS, ops.WIDE_ROWS * plan.cluster, qo_indptr, kv_indptr,
-            split_kv=plan.split_kv,
+            split_kv=plan.split_kv, fixed_splits=plan.fixed_splits, workspace_floats=plan.workspace.numel(),
         )  # fmt: skip
         self._set_call(plan, self.last_choice)
         ranges = plan.max_ranges, plan.narrow_ranges, plan.wide_ranges

@@ -48,10 +48,10 @@ BatchMlaRequest request_of(const BatchMlaArgs& a) {
   constexpr int64_t kNarrowRows = 16;  // packed query rows of a CTA for few rows, on average of the requests
   const int64_t rows = a.q_nope.size_or_0(0) * a.q_nope.size_or_0(1);
   // Batch invariant: one kernel, whatever other requests have.
-  const bool narrow = rows <= kNarrowRows * a.batch_size && !batch_invariant();
+  const bool narrow = rows <= kNarrowRows * a.batch_size && !batch_invariant() && !a.fixed_splits;
   using Rows = BatchMlaRequest::Rows;
   return {a.q_nope.dtype(), a.ckv_cache.dtype(), narrow ? Rows::kNarrow : Rows::kWide, a.q_pe.size_or_0(-1) > 0,
-          a.sparse};
+          a.sparse,         a.fixed_splits};
 }
 
 // Checks a cache of packed pages, [pages, page_size, 584] bytes, and describes it.
@@ -178,7 +178,7 @@ void batch_mla(const Kernel& kernel, const BatchMlaArgs& a) {
   launch_batch_mla(kernel, p, a, words, kernel.pdl(a.enable_pdl));
 #else
   (void)kernel, (void)a.enable_pdl;
-  CpuBatchMla(p, a.q_nope.dtype(), a.ckv_cache.dtype()).run();
+  CpuBatchMla(p, a.q_nope.dtype(), a.ckv_cache.dtype(), a.fixed_splits).run();
 #endif
 }
 

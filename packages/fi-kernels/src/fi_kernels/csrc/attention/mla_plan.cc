@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "fi/attention/mla/batch_mla.h"
 #include "fi/attention/mla/mla_plan.h"
 #include "fi/generated/mla_plan.h"
 #include "fi/host/contents.h"
@@ -11,6 +12,7 @@ namespace fi {
 namespace {
 
 #if !FI_CUDA
+template <bool kChunks>
 void run_cpu(const MlaPlanParams& p, int32_t kind) {
   const MlaSchedule schedule = p.view(kind);
   MlaRequest* requests = schedule.requests();
@@ -19,18 +21,18 @@ void run_cpu(const MlaPlanParams& p, int32_t kind) {
   for (int32_t b = 0; b < p.batch; ++b) {
     requests[b] = mla_request(p, b, p.tile_rows[kind]);
     requests[b].cost = cost;
-    cost += mla_cost(requests[b]);
+    cost += mla_cost<kChunks>(requests[b]);
     uniform =
         uniform && requests[b].q_tiles == requests[0].q_tiles && requests[b].item_cost() == requests[0].item_cost();
   }
-  const MlaPartition partition = mla_partition(p, p.ranges[kind], cost, p.batch ? requests[0] : MlaRequest{}, uniform);
+  const MlaPartition partition = mla_partition<kChunks>(p, kind, cost, p.batch ? requests[0] : MlaRequest{}, uniform);
   MlaRangeStart* starts = schedule.starts();
   std::vector<int64_t> keys;
   const auto find = [&](int64_t at) {
     return last_not_above(p.batch, at, [&](int32_t b) { return requests[b].cost; });
   };
   for (int32_t g = 0; g <= p.max_ranges; ++g) {
-    starts[g] = mla_start(p, partition, g, requests, find);
+    starts[g] = mla_start<kChunks>(p, partition, g, requests, find);
     keys.push_back(mla_key(starts[g]));
   }
   int32_t max_splits = 1;
@@ -39,7 +41,7 @@ void run_cpu(const MlaPlanParams& p, int32_t kind) {
     schedule.arrivals()[g] = {};
     max_splits = std::max(max_splits, starts[g].num_splits);
   }
-  schedule.header() = {partition.ranges, p.tile_rows[kind], max_splits, mla_header_cost(partition)};
+  schedule.header() = {partition.ranges, p.tile_rows[kind], max_splits, mla_header_cost<kChunks>(partition)};
 }
 #endif
 
@@ -78,6 +80,8 @@ void mla_plan(const Kernel& kernel, const MlaPlanArgs& a) {
   FI_CHECK(batch >= 0 && batch <= largest, ValueError, "batch_size must not be negative; got %lld",
            static_cast<long long>(batch));
   FI_CHECK(a.narrow_rows > 0 && a.wide_rows > 0, ValueError, "narrow_rows and wide_rows must be positive");
+  FI_CHECK(a.workspace_floats >= 0, ValueError, "workspace_floats must not be negative; got %lld",
+           static_cast<long long>(a.workspace_floats));
   const int64_t least = mla_schedule_words(a.max_ranges, batch);
   FI_CHECK(
       words >= least && words % 4 == 0 && reinterpret_cast<uintptr_t>(a.schedule.data()) % 16 == 0, ValueError,
@@ -103,15 +107,21 @@ void mla_plan(const Kernel& kernel, const MlaPlanArgs& a) {
   p.max_ranges = static_cast<int32_t>(a.max_ranges);
   p.tile_rows[0] = static_cast<int32_t>(a.narrow_rows), p.tile_rows[1] = static_cast<int32_t>(a.wide_rows);
   p.ranges[0] = static_cast<int32_t>(a.narrow_ranges), p.ranges[1] = static_cast<int32_t>(a.wide_ranges);
+  for (int kind = 0; kind < kMlaSchedules; ++kind) {
+    BatchMlaParams run{};
+    run.tile_rows = p.tile_rows[kind];
+    p.slots[kind] = static_cast<int32_t>(std::min(largest, a.workspace_floats / run.partial_floats()));
+  }
 
   // 3 launch
 #if FI_CUDA
   Launch config{kMlaSchedules};
   config.pdl = kernel.pdl(-1);
-  kernel.launch(kernel.entries.front(), config, a.schedule.device(), p);
+  kernel.launch(kernel.entries[a.fixed_splits], config, a.schedule.device(), p);
 #else
   (void)kernel;
-  for (int32_t kind = 0; kind < kMlaSchedules; ++kind) run_cpu(p, kind);
+  for (int32_t kind = 0; kind < kMlaSchedules; ++kind)
+    a.fixed_splits ? run_cpu<true>(p, kind) : run_cpu<false>(p, kind);
 #endif
 }
 

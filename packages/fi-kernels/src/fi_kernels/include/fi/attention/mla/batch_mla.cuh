@@ -53,7 +53,7 @@ struct MlaMmaKernel {
   FI_DEVICE void run() const {
     pdl_wait();
     if (static_cast<int>(blockIdx.x) >= params.view().header().ranges) return;
-    MlaTileScheduler scheduler;
+    MlaScheduler scheduler;
     scheduler.enter(params.view(), blockIdx.x);
     consume(scheduler);
   }
@@ -170,9 +170,9 @@ struct MlaMmaKernel {
     int end[2];                    // keys that the rows attend to
   };
 
-  FI_DEVICE void consume(MlaTileScheduler& scheduler) const {
+  FI_DEVICE void consume(MlaScheduler& scheduler) const {
     unsigned q[kSteps][4];
-    MlaWorkTile s;
+    MlaWork s;
     unsigned used = 0;  // stages
     while (scheduler.next(s)) {
       const int row0 = s.q_tile * kRows, high = params.high(s, row0, kRows), begin = s.begin * kMlaKvTile;
@@ -356,7 +356,7 @@ struct MlaMmaKernel {
   }
 
   // The epilogue: the output, or the partial of a split.
-  FI_DEVICE void store(const MlaWorkTile& s, State& state, int row0) const {
+  FI_DEVICE void store(const MlaWork& s, State& state, int row0) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float sum = state.row_sum[h];
@@ -366,12 +366,18 @@ struct MlaMmaKernel {
     }
     meet();
     const int count = s.request.qo_len * static_cast<int>(params.heads.value);
+    if constexpr (kMlaFixedSplits)
+      if (s.folds()) {
+        fold(s, state, 0), fold(s, state, 1);
+        meet();  // all threads have read the states
+      }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int place = lane / 4 + 8 * h;
       float total = 0.f;
 #pragma unroll
       for (int w = 0; w < kScoreWarps; ++w) total += shared.warp_sum[w][place];
+      if constexpr (kMlaFixedSplits) total = s.folds() ? state.row_sum[h] : total;
       const int column = warp * 64 + lane % 4 * (kFp8 ? 4 : 2);
       if (s.is_whole()) {
         if (row0 + place >= count) continue;
@@ -395,13 +401,28 @@ struct MlaMmaKernel {
       }
     }
   }
+  // Adds the state of the chunks before to this thread's columns of row lane / 4 + 8 h. row_sum is then the whole sum.
+  FI_DEVICE void fold(const MlaWork& s, State& state, int h) const {
+    const int place = lane / 4 + 8 * h, column = warp * 64 + lane % 4 * (kFp8 ? 4 : 2);
+    float row_sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < kScoreWarps; ++w) row_sum += shared.warp_sum[w][place];
+    const float2 before = __ldcg(reinterpret_cast<const float2*>(params.partial_states(s.partial())) + place);
+    const auto fold = mla_fold<CudaMath>(before.x, before.y, state.row_max[h], row_sum);
+    state.row_max[h] = fold.row_max, state.row_sum[h] = fold.row_sum;
+    const float* from = params.partial_output(s.partial()) + static_cast<int64_t>(place) * kMlaLatent + column;
+    each_pair(state, h, [&](int x, float& low, float& high) {
+      const float2 sums = __ldcg(reinterpret_cast<const float2*>(from + x));
+      low = fold.value(sums.x, low), high = fold.value(sums.y, high);
+    });
+  }
   // f(x, low, high) for the pairs of neighbouring columns x and x + 1 of a row, from this thread's first column on.
   template <class F>
-  FI_DEVICE static void each_pair(const State& state, int h, F&& f) {
+  FI_DEVICE static void each_pair(State& state, int h, F&& f) {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       if constexpr (kFp8) {  // even columns in one accumulator, odd ones in the next
-        const float (&even)[4] = state.o[n / 2 * 2], (&odd)[4] = state.o[n / 2 * 2 + 1];
+        float (&even)[4] = state.o[n / 2 * 2], (&odd)[4] = state.o[n / 2 * 2 + 1];
         f(n / 2 * 16 + n % 2 * 2, even[2 * h + n % 2], odd[2 * h + n % 2]);
       } else {
         f(n * 8, state.o[n][2 * h], state.o[n][2 * h + 1]);

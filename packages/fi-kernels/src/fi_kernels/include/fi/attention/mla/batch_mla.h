@@ -14,6 +14,29 @@ constexpr int32_t kMlaLatent = 512, kMlaRope = 64, kMlaWidth = kMlaLatent + kMla
 // of 64 columns each.
 constexpr int32_t kMlaPackedCodes = 448, kMlaPackedRow = 576, kMlaPackedScales = 8, kMlaPackedGroup = 64;
 
+// The state of a row over the chunks so far and over the next one. A chunk without visible keys changes no bits.
+struct MlaFold {
+  float row_max, row_sum;
+  float before, next;  // factors of the two outputs, which are relative to their row_max
+
+  FI_HOST_DEVICE float value(float so_far, float of_next) const {
+#if defined(__CUDACC__)  // the same roundings wherever a kernel folds
+    return fmaf(next, of_next, before * so_far);
+#else
+    return next * of_next + before * so_far;
+#endif
+  }
+};
+template <class Math>
+FI_HOST_DEVICE MlaFold mla_fold(float max_before, float sum_before, float max_next, float sum_next) {
+  MlaFold fold;
+  fold.row_max = max_next > max_before ? max_next : max_before;
+  const float reference = softmax_reference(fold.row_max);
+  fold.before = softmax_exp2<Math>(max_before, reference), fold.next = softmax_exp2<Math>(max_next, reference);
+  fold.row_sum = fold.value(sum_before, sum_next);
+  return fold;
+}
+
 // Token j of request b lies in page page_indices[first_page + j / page_size], slot j % page_size. With sparse tables
 // page_size is 1 and an index of -1 is no token. Strides are in elements.
 struct BatchMlaParams {

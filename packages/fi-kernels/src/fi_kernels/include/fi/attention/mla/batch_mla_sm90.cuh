@@ -76,7 +76,7 @@ struct MlaWgmmaKernel {
     for (int use = 0;; ++use) {
       const auto work_at = PipelineState::consumer_at<2>(use);
       shared.work_pipeline.wait(work_at);
-      const MlaWorkTile& s = shared.work[work_at.stage];
+      const MlaWork& s = shared.work[work_at.stage];
       if (uniform(s.index) < 0) break;
       const int row0 = s.q_tile * params.tile_rows + first;
       c.begin = s.begin * kKeys, c.high = producer.high(s, first);
@@ -291,9 +291,24 @@ struct MlaWgmmaKernel {
   FI_DEVICE bool exchanges() const { return Producer{params, shared}.exchanges(); }
   FI_DEVICE void release(int stage, int part) const { Producer{params, shared}.release(stage, part); }
 
+  // Adds the state of the chunks before to that of a row, `place` of the q tile, from a column on: this thread's part.
+  FI_DEVICE void fold(const MlaWork& s, float (&o)[128], float& row_max, float& row_sum, int place, int h,
+                      int column) const {
+    const float2 before = __ldcg(reinterpret_cast<const float2*>(params.partial_states(s.partial())) + place);
+    const auto fold = mla_fold<CudaMath>(before.x, before.y, row_max, row_sum);
+    row_max = fold.row_max, row_sum = fold.row_sum;
+    const float* from = params.partial_output(s.partial()) + static_cast<int64_t>(place) * kMlaLatent + column;
+#pragma unroll
+    for (int block = 0; block < 32; ++block) {
+      const float2 x = __ldcg(reinterpret_cast<const float2*>(from + block * 8));
+      float* pair = o + block * 4 + 2 * h;
+      pair[0] = fold.value(x.x, pair[0]), pair[1] = fold.value(x.y, pair[1]);
+      if (block % 8 == 7) asm volatile("" ::: "memory");  // more loads in flight spill
+    }
+  }
+
   // The epilogue of a work tile.
-  FI_DEVICE void store(const MlaWorkTile& s, const float (&o)[128], Rows& rows, int row0, int row, int thread,
-                       int group) const {
+  FI_DEVICE void store(const MlaWork& s, float (&o)[128], Rows& rows, int row0, int row, int thread, int group) const {
     const int lane = thread % 32, count = s.request.qo_len * static_cast<int>(params.heads.value);
     float total[2];
 #pragma unroll
@@ -309,6 +324,13 @@ struct MlaWgmmaKernel {
 #pragma unroll
     for (int h = 0; h < 2; ++h) total[h] = shared.row_sum[0][row + 8 * h] + shared.row_sum[1][row + 8 * h];
     barrier_sync(3, 2 * kWarpgroup);
+    if constexpr (kMlaFixedSplits)
+      if (s.folds()) {
+        const int place = row0 - s.q_tile * params.tile_rows + row;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) fold(s, o, rows.row_max[h], total[h], place + 8 * h, h, group * 256 + lane % 4 * 2);
+        barrier_sync(3, 2 * kWarpgroup);  // all threads have read the states
+      }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = row0 + row + 8 * h;

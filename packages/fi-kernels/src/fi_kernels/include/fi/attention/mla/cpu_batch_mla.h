@@ -26,10 +26,16 @@ FI_CLONES inline void mla_scale(float* x, float factor, int64_t n) {
   for (int64_t i = 0; i < n; ++i) x[i] *= factor;
 }
 
+FI_CLONES inline void mla_fold_rows(float* out, const MlaFold& fold, const float* next, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) out[i] = fold.value(out[i], next[i]);
+}
+
 class CpuBatchMla {
  public:
-  CpuBatchMla(const BatchMlaParams& p, DType q, DType kv)
+  CpuBatchMla(const BatchMlaParams& p, DType q, DType kv, bool fixed_splits)
       : p_(p),
+        chunk_(fixed_splits ? kMlaChunkTiles * kMlaKvTile : 0x7fffffff),
         load_q_(cpu::row_loader(q)),
         load_kv_(cpu::row_loader(p.is_packed ? kE4M3 : kv)),
         load_rope_(cpu::row_loader(p.wide_rope || p.is_packed ? q : kv)),
@@ -46,7 +52,7 @@ class CpuBatchMla {
       for (int32_t token = 0; token < requests[b].qo_len; ++token)
         for (int32_t g = 0; g < groups; ++g) tasks.push_back({b, token, g * kHeads});
     cpu::parallel_for(static_cast<int64_t>(tasks.size()), 1, [&](int64_t begin, int64_t end) {
-      std::vector<float> room(kHeads * (kMlaWidth + kMlaLatent) + kMlaKvTile * kMlaWidth);
+      std::vector<float> room(kHeads * (kMlaWidth + 2 * kMlaLatent) + kMlaKvTile * kMlaWidth);
       for (int64_t i = begin; i < end; ++i) attend(tasks[static_cast<size_t>(i)], room.data());
     });
   }
@@ -61,7 +67,8 @@ class CpuBatchMla {
     const MlaRequest& request = p_.view().requests()[task.request];
     const int32_t heads = std::min(kHeads, static_cast<int32_t>(p_.heads.value) - task.head);
     const int64_t row = request.qo_begin + task.token;
-    float *queries = room, *out = queries + kHeads * kMlaWidth, *keys = out + kHeads * kMlaLatent;
+    float *queries = room, *out = queries + kHeads * kMlaWidth, *next = out + kHeads * kMlaLatent,
+          *keys = next + kHeads * kMlaLatent;
     float row_max[kHeads], row_sum[kHeads];
     for (int32_t h = 0; h < heads; ++h) {
       float* q = queries + h * kMlaWidth;
@@ -71,14 +78,18 @@ class CpuBatchMla {
         load_q_(at(p_.q_pe, row * p_.q_pe_token + (task.head + h) * p_.q_pe_head, q_bytes_), q + kMlaLatent, kMlaRope);
         mla_scale(q + kMlaLatent, p_.rope_factor, kMlaRope);
       }
-      std::fill_n(out + h * kMlaLatent, kMlaLatent, 0.f);
-      row_max[h] = kMinusInf, row_sum[h] = 0.f;
     }
     const int32_t end = p_.end_key(request, task.token);
-    for (int32_t first = 0; first < end; first += kMlaKvTile) {
-      const int32_t count = load_tile(request, first, std::min(kMlaKvTile, end - first), keys);
-      for (int32_t h = 0; h < heads && count > 0; ++h)
-        add_tile(queries + h * kMlaWidth, keys, count, out + h * kMlaLatent, row_max[h], row_sum[h]);
+    float next_max[kHeads], next_sum[kHeads];
+    attend(request, {0, std::min(chunk_, end)}, heads, queries, keys, out, row_max, row_sum);
+    for (int64_t begin = chunk_; begin < end; begin += chunk_) {
+      const auto stop = static_cast<int32_t>(std::min<int64_t>(begin + chunk_, end));
+      attend(request, {static_cast<int32_t>(begin), stop}, heads, queries, keys, next, next_max, next_sum);
+      for (int32_t h = 0; h < heads; ++h) {
+        const auto fold = mla_fold<CpuMath>(row_max[h], row_sum[h], next_max[h], next_sum[h]);
+        mla_fold_rows(out + h * kMlaLatent, fold, next + h * kMlaLatent, kMlaLatent);
+        row_max[h] = fold.row_max, row_sum[h] = fold.row_sum;
+      }
     }
     for (int32_t h = 0; h < heads; ++h) {
       float* o = out + h * kMlaLatent;
@@ -87,6 +98,22 @@ class CpuBatchMla {
       store_(o, static_cast<char*>(p_.out) + (row * p_.out_token + (task.head + h) * p_.out_head) * q_bytes_,
              kMlaLatent);
       if (p_.lse) p_.write_lse<CpuMath>(row, task.head + h, row_max[h], row_sum[h]);
+    }
+  }
+
+  struct Keys {
+    int32_t begin, end;
+  };
+  // The states of some heads over these keys.
+  void attend(const MlaRequest& request, Keys of, int32_t heads, const float* queries, float* keys, float* out,
+              float* row_max, float* row_sum) const {
+    std::fill_n(out, heads * kMlaLatent, 0.f);
+    std::fill_n(row_max, heads, kMinusInf);
+    std::fill_n(row_sum, heads, 0.f);
+    for (int32_t first = of.begin; first < of.end; first += kMlaKvTile) {
+      const int32_t count = load_tile(request, first, std::min(kMlaKvTile, of.end - first), keys);
+      for (int32_t h = 0; h < heads && count > 0; ++h)
+        add_tile(queries + h * kMlaWidth, keys, count, out + h * kMlaLatent, row_max[h], row_sum[h]);
     }
   }
 
@@ -148,6 +175,7 @@ class CpuBatchMla {
   }
 
   const BatchMlaParams& p_;
+  const int32_t chunk_;  // keys
   cpu::LoadRow load_q_, load_kv_, load_rope_;
   cpu::StoreRow store_;
   int64_t q_bytes_, kv_bytes_, rope_bytes_;

@@ -78,12 +78,14 @@ struct MlaMerge {
   };
 
   const BatchMlaParams& params;
-  const MlaWorkTile& item;
+  const MlaWork& item;
   Shared& shared;
   const int thread, first, cta;  // first: the row of the q tile that is the CTA's first; cta: of the cluster
 
   // Behind the stores of this split's partial.
   FI_DEVICE void run() const {
+    if constexpr (kMlaFixedSplits)
+      if (!item.merges()) return;
     sync();
     if (thread == 0) arrive();
     sync();
@@ -136,9 +138,11 @@ struct MlaMerge {
   }
 
   FI_DEVICE void merge(int share) const {
-    const int n = item.num_splits, units = n <= kFewSplits ? kRows : kRows * kPieces;
+    const int n = item.num_splits, units = n <= kFewSplits && !kMlaFixedSplits ? kRows : kRows * kPieces;
     const int begin = units * share / n, end = units * (share + 1) / n;
-    if (n <= kFewSplits)
+    if constexpr (kMlaFixedSplits)
+      fold_pieces(begin, end);
+    else if (n <= kFewSplits)
       merge_rows(begin, end);
     else
       merge_pieces(begin, end);
@@ -153,6 +157,12 @@ struct MlaMerge {
       const float alpha = softmax_exp2<CudaMath>(row_max, softmax_reference(top));
       row_max = top, row_sum *= alpha;
       sum.x *= alpha, sum.y *= alpha, sum.z *= alpha, sum.w *= alpha;
+    }
+    FI_DEVICE void fold(float2 next, float4 values) {
+      const auto fold = mla_fold<CudaMath>(row_max, row_sum, next.x, next.y);
+      row_max = fold.row_max, row_sum = fold.row_sum;
+      sum.x = fold.value(sum.x, values.x), sum.y = fold.value(sum.y, values.y);
+      sum.z = fold.value(sum.z, values.z), sum.w = fold.value(sum.w, values.w);
     }
     FI_DEVICE void add(float2 state, float4 values) {
       const float weight = softmax_exp2<CudaMath>(state.x, softmax_reference(row_max));
@@ -211,6 +221,38 @@ struct MlaMerge {
         }
       }
       row.template write<T>(lane * 4, sums, top, row_sum);
+    }
+  }
+
+  // Of fixed splits: a warp folds the chunks of a piece one after another, whatever their number.
+  FI_DEVICE void fold_pieces(int begin, int end) const {
+    constexpr int kBatch = 4 * kLoads;
+    const int warp = thread / 32, lane = thread % 32;
+    // The first range has folded its chunks.
+    const int folded = params.view().starts()[item.leader + 1].kv_tile / kMlaChunkTiles;
+    const int n = item.request.chunks() - folded + 1;
+#pragma unroll 1
+    for (int unit = begin + warp; unit < end; unit += kWarps) {
+      const MlaMergeRow row(params, item, first + unit / kPieces);
+      if (!row.exists()) continue;
+      const int column = unit % kPieces * 128 + lane * 4;
+      State state;
+#pragma unroll 1
+      for (int i = 0; i < n; i += kBatch) {
+        float2 states[kBatch];
+        float4 values[kBatch];
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          const int slot = min(i + k, n - 1);
+          const float* partial = params.partial_output(item.first_partial() + (slot ? folded + slot - 1 : 0));
+          states[k] = row.state(reinterpret_cast<const char*>(partial));
+          values[k] = row.values(reinterpret_cast<const char*>(partial), column);
+        }
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k)
+          if (i + k < n) state.fold(states[k], values[k]);
+      }
+      row.template write<T>(column, {state.sum}, state.row_max, state.row_sum);
     }
   }
 

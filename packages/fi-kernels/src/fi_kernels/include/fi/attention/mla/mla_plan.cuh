@@ -25,7 +25,8 @@ FI_DEVICE int64_t mla_sum_before(int64_t x, int64_t* warps, int64_t& total) {
   return (warp ? warps[warp - 1] : 0) + here - x;
 }
 
-// Grid: kMlaSchedules CTAs of 1024 threads.
+// Grid: kMlaSchedules CTAs of 1024 threads. kChunks: with fixed splits.
+template <bool kChunks>
 FI_DEVICE void mla_plan(const MlaPlanParams& p) {
   constexpr int kThreads = 1024;
   __shared__ int64_t keys[kMlaMaxRanges + 1];
@@ -45,7 +46,7 @@ FI_DEVICE void mla_plan(const MlaPlanParams& p) {
     MlaRequest r = mla_request(p, b, tile_rows);
     r.cost = cost;
     requests[b] = r;
-    cost += mla_cost(r);
+    cost += mla_cost<kChunks>(r);
   }
   costs[threadIdx.x] = cost = mla_sum_before(cost, warps, total);
   const MlaRequest one = p.batch ? requests[0] : MlaRequest{};
@@ -57,11 +58,11 @@ FI_DEVICE void mla_plan(const MlaPlanParams& p) {
     uniform = uniform && r.q_tiles == one.q_tiles && r.item_cost() == one.item_cost();
   }
   uniform = __syncthreads_and(uniform);
-  const MlaPartition partition = mla_partition(p, p.ranges[kind], total, one, uniform);
+  const MlaPartition partition = mla_partition<kChunks>(p, kind, total, one, uniform);
   const int g = threadIdx.x;
   MlaRangeStart start;
   if (g <= p.max_ranges) {
-    start = mla_start(p, partition, g, requests, [&](int64_t at) {
+    start = mla_start<kChunks>(p, partition, g, requests, [&](int64_t at) {
       const int from = each * last_not_above((p.batch + each - 1) / each, at, [&](int i) { return costs[i]; });
       return from + last_not_above(min(each, p.batch - from), at, [&](int i) { return requests[from + i].cost; });
     });
@@ -75,7 +76,8 @@ FI_DEVICE void mla_plan(const MlaPlanParams& p) {
     if (start.num_splits > 1) atomicMax(&max_splits, start.num_splits);
   }
   __syncthreads();
-  if (threadIdx.x == 0) schedule.header() = {partition.ranges, tile_rows, max_splits, mla_header_cost(partition)};
+  if (threadIdx.x == 0)
+    schedule.header() = {partition.ranges, tile_rows, max_splits, mla_header_cost<kChunks>(partition)};
 }
 
 }  // namespace fi

@@ -15,6 +15,7 @@ struct MlaPlanParams {
   int32_t whole;  // no item is split: results do not depend on the batch
   int32_t kv_len_is_wide, batch, page_size, heads, qo_len, max_ranges;
   int32_t tile_rows[kMlaSchedules], ranges[kMlaSchedules];  // ranges: CTAs or clusters of the kernel
+  int32_t slots[kMlaSchedules];                             // partials that the workspace holds, for fixed splits
 
   FI_HOST_DEVICE MlaSchedule view(int32_t i) const { return {schedule + i * schedule_words, max_ranges, batch}; }
 };
@@ -41,7 +42,12 @@ FI_HOST_DEVICE MlaRequest mla_request(const MlaPlanParams& p, int32_t b, int32_t
           static_cast<int32_t>((static_cast<uint32_t>(rows) + tile_rows - 1) / tile_rows),
           p.context ? p.context[b] : static_cast<int32_t>(length)};
 }
-FI_HOST_DEVICE int64_t mla_cost(const MlaRequest& r) { return static_cast<int64_t>(r.q_tiles) * r.item_cost(); }
+// kChunks: with fixed splits.
+template <bool kChunks>
+FI_HOST_DEVICE int64_t mla_cost(const MlaRequest& r) {
+  if constexpr (kChunks) return static_cast<int64_t>(r.q_tiles) * r.chunks();
+  return static_cast<int64_t>(r.q_tiles) * r.item_cost();
+}
 
 // The work ranges of a schedule: equal cost, or num_splits equal ranges for each item.
 // NOTE: few divisions are of 64 bits, and no request is computed twice: the CTA runs 24 KB of code once otherwise.
@@ -49,9 +55,27 @@ struct MlaPartition {
   int64_t cost, range_cost;  // range_cost: of a range, without the remainder
   int32_t ranges, num_splits, snap, q_tiles;
 };
+// With fixed splits: ranges of equal numbers of chunks. No item is cut (snap) if the workspace has too few slots, or
+// if the longest range is then at most a chunk longer. Whether an item is cut changes no bits.
+FI_HOST_DEVICE MlaPartition mla_chunk_partition(const MlaPlanParams& p, int32_t max_ranges, int32_t slots, int64_t cost,
+                                                const MlaRequest& first, bool uniform) {
+  MlaPartition d{cost, cost, 1, 0, 0, first.q_tiles};
+  if (cost == 0) return d;
+  const int64_t items = uniform ? static_cast<int64_t>(p.batch) * first.q_tiles : cost;
+  const auto longest = [&](int64_t units) { return (units + max_ranges - 1) / max_ranges; };
+  const bool is_whole = cost > slots || (uniform && longest(items) * (cost / items) <= longest(cost) + 1);
+  const int64_t most = is_whole ? items : cost;
+  d.ranges = static_cast<int32_t>(max_ranges < most ? max_ranges : most);
+  d.snap = is_whole ? 0x7fffffff : 0;
+  return d;
+}
+
 // uniform: all requests have equal q tiles and lengths, those of `first`.
-FI_HOST_DEVICE MlaPartition mla_partition(const MlaPlanParams& p, int32_t max_ranges, int64_t cost,
-                                          const MlaRequest& first, bool uniform) {
+template <bool kChunks>
+FI_HOST_DEVICE MlaPartition mla_partition(const MlaPlanParams& p, int32_t kind, int64_t cost, const MlaRequest& first,
+                                          bool uniform) {
+  const int32_t max_ranges = p.ranges[kind];
+  if constexpr (kChunks) return mla_chunk_partition(p, max_ranges, p.slots[kind], cost, first, uniform);
   // KV tiles; 4 are slower for short requests (docs/notes/mla-merge.md).
   constexpr int32_t kMinRangeTiles = 2;
   constexpr int32_t kSnapDivisor = 32;  // a boundary this part of a range from the end of an item moves there
@@ -81,19 +105,30 @@ FI_HOST_DEVICE MlaPartition mla_partition(const MlaPlanParams& p, int32_t max_ra
   return d;
 }
 
+template <bool kChunks>
 FI_HOST_DEVICE int32_t mla_header_cost(const MlaPartition& d) {
+  if constexpr (kChunks) return d.cost < 0x7fffffff / kMlaChunkTiles ? d.cost * kMlaChunkTiles : 0x7fffffff;
   return d.cost < 0x7fffffff ? static_cast<int32_t>(d.cost) : 0x7fffffff;
 }
 
 // Boundary g without leader and num_splits. find: the last request that begins at a cost or before.
-template <class Find>
+template <bool kChunks, class Find>
 FI_HOST_DEVICE MlaRangeStart mla_start(const MlaPlanParams& p, const MlaPartition& d, int32_t g,
                                        const MlaRequest* requests, Find&& find) {
   MlaRangeStart start{p.batch, 0, 0, g, 1, 0, 0, 0, 0, 0, 0, 0};
   if (g >= d.ranges || d.cost == 0) return start;
   int32_t done;  // KV tiles of the item before the boundary
   MlaRequest r;
-  if (d.num_splits > 0) {
+  if constexpr (kChunks) {
+    const int64_t at = d.cost * g / d.ranges;
+    start.request = find(at);
+    r = requests[start.request];
+    const int32_t chunks = r.chunks(), tiles = r.item_cost() - kMlaWorkTileCost;
+    start.q_tile = static_cast<int32_t>((at - r.cost) / chunks);
+    const auto number = static_cast<int32_t>((at - r.cost) % chunks);
+    done = number * kMlaChunkTiles;
+    if (d.snap > 0) done = 2 * number >= chunks ? tiles : 0;
+  } else if (d.num_splits > 0) {
     const int32_t item = g / d.num_splits;
     start.request = item / d.q_tiles, start.q_tile = item % d.q_tiles;
     r = requests[start.request];

@@ -22,6 +22,7 @@ template <class T, class KV, bool kTma>
 struct MlaProducer {
   static constexpr bool kFp8 = sizeof(KV) == 1;
   static_assert(!(kFp8 && kTma));
+  static constexpr bool kSharesScheduler = kFp8 || (kMlaFixedSplits && !kTma);
   static constexpr int kRows = 64, kKeys = kMlaKvTile, kStages = 2;
   static constexpr int kBlocks = kMlaWidth / 64, kLatentBlocks = kMlaLatent / 64;  // of 64 columns
   using Rows = MlaRows<T>;
@@ -40,11 +41,11 @@ struct MlaProducer {
     alignas(1024) T kv[kStages][kBlocks][kBlock];
     alignas(1024) T p[kBlock];  // probabilities of one KV tile: who reads one writes the next
     float row_max[kRows], alpha[kRows], row_sum[2][kRows];
-    MlaWorkTile work[2];                           // index -1: no more
+    MlaWork work[2];                               // index -1: no more
     alignas(8) unsigned short exists[kStages][4];  // bit r: key 16 w + r of the stage exists; not by TMA
     Barrier full[kStages][kParts], empty[kStages][kParts], q_full, q_empty, p_full;
     Pipeline<2, Writer::kThreads, Reader::kLoads> work_pipeline;
-    MlaTileScheduler scheduler;  // of an e4m3 cache, where registers are few
+    MlaScheduler scheduler;  // where registers are few
   };
 
   const BatchMlaParams& params;
@@ -60,7 +61,7 @@ struct MlaProducer {
     shared.q_full.init(kTma ? 96 : kWarpgroup);
     shared.q_empty.init(8);
     shared.p_full.init(kWarpgroup);
-    shared.work_pipeline.init(1, kFp8 ? 12 : 8);
+    shared.work_pipeline.init(1, kSharesScheduler ? 12 : 8);
     fence_barrier_init();
     if (kTma) {
       prefetch_tensor_map(params.ckv_map);
@@ -97,7 +98,11 @@ struct MlaProducer {
   // By the producer warpgroup. first: the first row of this CTA in a q tile.
   FI_DEVICE void run(int range, int first) const {
     if constexpr (kFp8) return exchanges() ? produce_halves(range, first) : produce_dequantized(range, first);
-    MlaTileScheduler scheduler;
+    MlaScheduler scheduler;
+    if constexpr (kSharesScheduler && !kFp8) {
+      if (threadIdx.x == 0) shared.scheduler.enter(params.view(), range);
+      return produce(scheduler, first);
+    }
     scheduler.enter(params.view(), range);
     if constexpr (!kTma)
       produce(scheduler, first);
@@ -111,7 +116,9 @@ struct MlaProducer {
   FI_DEVICE int first_row(const MlaWorkTile& s, int first) const { return s.q_tile * params.tile_rows + first; }
 
   // Loads the queries of a work tile: rows beyond the request become zeros. thread: of `threads`.
-  FI_DEVICE void load_queries(const MlaWorkTile& s, int row0, int thread, int threads) const {
+  FI_DEVICE void load_queries(const MlaWork& s, int row0, int thread, int threads) const {
+    if constexpr (kMlaFixedSplits)
+      if (!s.begins()) return;  // those of the chunk before
     const int rows = s.request.qo_len * static_cast<int>(params.heads.value);
 #pragma unroll 1
     for (int i = thread; i < kRows * 8; i += threads) {
@@ -129,8 +136,8 @@ struct MlaProducer {
       cp_async_16(to + kLatentBlocks * (kBlock * 2), pe + chunk * 8, valid);
     }
   }
-  FI_DEVICE void load_all_queries(MlaTileScheduler& scheduler, int first, int begin, int threads) const {
-    MlaWorkTile s;
+  FI_DEVICE void load_all_queries(MlaScheduler& scheduler, int first, int begin, int threads) const {
+    MlaWork s;
     for (int use = 0; scheduler.next(s); ++use) {
       shared.q_empty.wait(use % 2 ^ 1);
       load_queries(s, first_row(s, first), static_cast<int>(threadIdx.x) - begin, threads);
@@ -138,8 +145,8 @@ struct MlaProducer {
     }
   }
 
-  FI_DEVICE void produce_tma(MlaTileScheduler& scheduler, int first) const {
-    MlaWorkTile s;
+  FI_DEVICE void produce_tma(MlaScheduler& scheduler, int first) const {
+    MlaWork s;
     auto at = PipelineState::producer();
     const int lane = threadIdx.x % 32;
     // Both CTAs of a cluster read the same tiles.
@@ -186,12 +193,22 @@ struct MlaProducer {
                           token, page);
   }
 
+  // The scheduler of chunks would take too many registers of each thread.
+  FI_DEVICE bool next(MlaScheduler& scheduler, MlaWork& s, int use) const {
+    if constexpr (!kSharesScheduler) return publish_next(scheduler, shared, s, use, threadIdx.x == 0);
+    const MlaWork* found = next_work_tile(use);
+    if (!found) return false;
+    s = *found;
+    shared.work_pipeline.release_warp(use % 2);
+    return true;
+  }
+
   // By cp.async: warp w loads keys 16 w .. 16 w + 15 of a tile, four at a time with eight lanes for each.
-  FI_DEVICE void produce(MlaTileScheduler& scheduler, int first) const {
-    MlaWorkTile s;
+  FI_DEVICE void produce(MlaScheduler& scheduler, int first) const {
+    MlaWork s;
     auto at = PipelineState::producer();
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 8, chunk = lane % 8;
-    for (int use = 0; publish_next(scheduler, shared, s, use, threadIdx.x == 0); ++use) {
+    for (int use = 0; next(scheduler, s, use); ++use) {
       const int high = this->high(s, first);
       // NOTE: entries of the next tile are compared with the pages of the cache when their tile begins: a comparison
       // waits for the load.
@@ -256,17 +273,17 @@ struct MlaProducer {
   }
 
   // By the producer warpgroup: the next work tile, which its thread 0 gives to all; nullptr: there is none.
-  FI_DEVICE const MlaWorkTile* next_work_tile(int use) const {
+  FI_DEVICE const MlaWork* next_work_tile(int use) const {
     const auto at = PipelineState::producer_at<2>(use);
     if (threadIdx.x == 0) {
       shared.work_pipeline.acquire(at);
-      MlaWorkTile& next = shared.work[at.stage];
+      MlaWork& next = shared.work[at.stage];
       if (!shared.scheduler.next(next)) next.index = -1;
       shared.work_pipeline.commit(at.stage);
     }
     __syncwarp();
     shared.work_pipeline.wait(PipelineState::consumer_at<2>(use));
-    const MlaWorkTile* s = &shared.work[at.stage];
+    const MlaWork* s = &shared.work[at.stage];
     return uniform(s->index) < 0 ? nullptr : s;
   }
 
@@ -280,9 +297,9 @@ struct MlaProducer {
     const int chunk = swizzled_offset(row, quad * 2), next_chunk = swizzled_offset(row, quad * 2 + 1);
     if (threadIdx.x == 0) shared.scheduler.enter(params.view(), range);
     for (int use = 0;; ++use) {
-      const MlaWorkTile* found = next_work_tile(use);
+      const MlaWork* found = next_work_tile(use);
       if (!found) break;
-      const MlaWorkTile& s = *found;
+      const MlaWork& s = *found;
       const int high = this->high(s, first), begin = s.begin;
       int entries[2];
       typename Rows::Source now[2];
@@ -374,9 +391,9 @@ struct MlaProducer {
     const unsigned distance = Rows::distance(&shared, first / kRows ^ 1);
     if (threadIdx.x == 0) shared.scheduler.enter(params.view(), range);
     for (int use = 0;; ++use) {
-      const MlaWorkTile* found = next_work_tile(use);
+      const MlaWork* found = next_work_tile(use);
       if (!found) break;
-      const MlaWorkTile& s = *found;
+      const MlaWork& s = *found;
       const int high = this->high(s, first), begin = s.begin;
       // Odd lanes look up the other CTA's key in the same place.
       int entry;

@@ -6,6 +6,11 @@
 // the part of an item that lies in one range: one of num_splits splits of its KV. An item with one split writes the
 // output; otherwise each split stores a partial, and their CTAs add the partials in order of position.
 //
+// With fixed splits an item is computed in chunks of kMlaChunkTiles KV tiles from position 0, whose states are folded
+// in the order of positions (mla_fold): the bits of a row do not depend on the ranges, which have whole chunks. The
+// range in which an item begins folds its chunks as it computes them; ranges that continue the item store each chunk,
+// and the item's CTAs fold them behind its own at the end.
+//
 // The number of query tokens is not known on the host, so a plan holds one schedule for each kind of q tile, and a run
 // takes the one of its kernel.
 #pragma once
@@ -16,13 +21,15 @@ namespace fi {
 constexpr int32_t kMlaKvTile = 64;  // tokens
 constexpr int32_t kMlaMaxRanges = 1023;
 constexpr int32_t kMlaSchedules = 2;  // narrow q tiles, wide q tiles
+// KV tiles of a chunk, which is 0.6 MB of a 16-bit cache; the state of 64 query rows is 0.13 MB.
+constexpr int32_t kMlaChunkTiles = 8;
 // Cost of beginning a work tile, in KV tiles: it loads queries, fills the pipeline and stores [rows, 512].
 constexpr int32_t kMlaWorkTileCost = 4;
 
 // A schedule is a run of 32-bit words: header, starts[max_ranges + 1], arrivals[max_ranges + 1], requests[batch].
 struct alignas(16) MlaHeader {
-  int32_t ranges, tile_rows, max_splits;
-  int32_t cost;  // of all items in KV tiles, at most 2^31 - 1
+  int32_t ranges, tile_rows, max_splits;  // max_splits: ranges of an item
+  int32_t cost;                           // of all items in KV tiles, at most 2^31 - 1
 };
 
 // The beginning of a work range; of the item there the range in which it begins (leader), and its number of splits; and
@@ -37,12 +44,17 @@ struct alignas(16) MlaRequest {
   int32_t kv_len;
   int32_t first_page;        // index of its first page in page_indices
   int32_t qo_begin, qo_len;  // its query tokens
-  int64_t cost;              // sum of the costs of the requests before, in KV tiles
+  int64_t cost;              // sum of the costs of the requests before, in KV tiles; with fixed splits in chunks
   int32_t q_tiles;           // its q tiles
   int32_t context;           // its tokens on all ranks of a context that is shared out; else kv_len
 
   // The cost of a q tile.
   FI_HOST_DEVICE int32_t item_cost() const { return (kv_len + kMlaKvTile - 1) / kMlaKvTile + kMlaWorkTileCost; }
+  // The chunks of a q tile. A request without keys has one, which writes zeros.
+  FI_HOST_DEVICE int32_t chunks() const {
+    const int32_t tiles = (kv_len + kMlaKvTile - 1) / kMlaKvTile;
+    return tiles > 0 ? (tiles + kMlaChunkTiles - 1) / kMlaChunkTiles : 1;
+  }
 };
 
 // How the CTAs of a split item meet: the number of splits that have arrived, of the item that begins in a range, modulo
@@ -88,13 +100,32 @@ struct MlaWorkTile {
   int32_t num_splits, split, leader;  // leader: the range in which the item begins
   int32_t ends_range;                 // no work follows
 
-  FI_HOST_DEVICE bool is_whole() const { return num_splits == 1; }
+  FI_HOST_DEVICE bool is_whole() const { return num_splits == 1; }  // its CTA writes the output
+  FI_HOST_DEVICE bool begins() const { return true; }               // its queries are to be loaded
+  FI_HOST_DEVICE bool folds() const { return false; }               // behind the state in its slot
+  FI_HOST_DEVICE bool merges() const { return !is_whole(); }
+  FI_HOST_DEVICE int32_t first_partial() const { return mla_partial(leader, 0); }
   // Where this split stores its own.
   FI_HOST_DEVICE int32_t partial() const { return mla_partial(leader, split); }
 };
 
+// One chunk of an item. num_splits, split and leader are of the ranges that the item lies in.
+struct MlaChunk : MlaWorkTile {
+  int32_t base;            // the slot of the item's first chunk
+  bool is_first, is_last;  // of the item's chunks in this range
+
+  FI_HOST_DEVICE bool is_whole() const { return num_splits == 1 && is_last; }
+  FI_HOST_DEVICE bool begins() const { return is_first; }
+  FI_HOST_DEVICE bool folds() const { return split == 0 && !is_first; }
+  FI_HOST_DEVICE bool merges() const { return num_splits > 1 && is_last; }
+  FI_HOST_DEVICE int32_t first_partial() const { return base; }
+  // The range that begins an item has one slot for all its chunks.
+  FI_HOST_DEVICE int32_t partial() const { return split == 0 ? base : base + begin / kMlaChunkTiles; }
+};
+
 // Gives the work tiles of one range; next() is false at its end.
 struct MlaTileScheduler {
+  using WorkTile = MlaWorkTile;
   MlaSchedule schedule;
   MlaRangeStart at;
   int32_t end_request, end_q_tile, end_kv_tile, end_num_splits, range;
@@ -135,5 +166,43 @@ struct MlaTileScheduler {
     at.q_tiles = r.q_tiles, at.item_cost = r.item_cost(), at.context = r.context;
   }
 };
+
+// Gives the chunks of one range: the work tiles of MlaTileScheduler, cut at multiples of kMlaChunkTiles.
+struct MlaChunkScheduler : MlaTileScheduler {
+  using WorkTile = MlaChunk;
+  int32_t base;
+  bool is_first;
+
+  FI_HOST_DEVICE void enter(const MlaSchedule& of, int32_t index) {
+    MlaTileScheduler::enter(of, index);
+    is_first = true;
+  }
+  FI_HOST_DEVICE bool next(MlaChunk& s) {
+    if (!MlaTileScheduler::next(s)) return false;
+    // Where no item is cut, there may be more chunks than slots, and a range needs one.
+    if (is_first && schedule.header().max_splits == 1)
+      base = range;
+    else if (is_first)
+      base = static_cast<int32_t>(schedule.requests()[s.index].cost) + s.q_tile * s.request.chunks();
+    s.base = base, s.is_first = is_first;
+    s.is_last = is_first = s.end - s.begin <= kMlaChunkTiles;
+    if (s.is_last) return true;
+    s.end = s.begin + kMlaChunkTiles, s.ends_range = 0;
+    const MlaRequest& r = s.request;
+    at = {s.index,       s.q_tile,  s.end,    s.leader,     s.num_splits, r.q_tiles,
+          r.item_cost(), r.context, r.kv_len, r.first_page, r.qo_begin,   r.qo_len};
+    return true;
+  }
+};
+
+// Of the kernels of a unit.
+#ifdef FI_FIXED_SPLITS
+constexpr bool kMlaFixedSplits = true;
+using MlaScheduler = MlaChunkScheduler;
+#else
+constexpr bool kMlaFixedSplits = false;
+using MlaScheduler = MlaTileScheduler;
+#endif
+using MlaWork = MlaScheduler::WorkTile;
 
 }  // namespace fi

@@ -8,7 +8,7 @@ namespace fi {
 // By whole warps: the next work tile, which one thread, the leader, gives to the consumers. Returns whether there is
 // one.
 template <class Shared>
-FI_DEVICE bool publish_next(MlaTileScheduler& scheduler, Shared& shared, MlaWorkTile& s, int use, bool leader) {
+FI_DEVICE bool publish_next(MlaScheduler& scheduler, Shared& shared, MlaWork& s, int use, bool leader) {
   const bool more = scheduler.next(s);
   if (leader) {
     const auto at = PipelineState::producer_at<2>(use);

@@ -27,6 +27,7 @@ def recorded(version: str) -> dict[str, list[str]]:
 
 
 class AttentionCGSupport(enum.Enum):
+    NEVER = 0
     UNIFORM_BATCH = 2
 
 

@@ -23,6 +23,7 @@ from engine_calls import fake_vllm
 from engine_calls.fake_vllm import FP8, PLUGIN, SEAMS, recorded
 from families.attention_reference import attention
 from families.harness import assert_close, rand
+from fi_core.runtime import invariance
 from fi_core.runtime.machine import Rehearsal
 from fi_core.runtime.spec.target import Target
 
@@ -178,6 +179,45 @@ def test_attention(
     builder, (impl,) = engine(plugin, device, windows=[window], **options)
     got = attend(impl, builder, b, cache_of(plugin, version, device, "auto", DIM))
     assert_close(got, expected(b, window_left=(window or 0) - 1, **options))
+
+
+def test_batch_invariance_computes_all_tokens_as_prefill(
+    version: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, device: str
+) -> None:
+    """With vLLM's switch a request has the same bits alone, among others, and in a prompt of two chunks."""
+    package = fake_vllm.install(version, monkeypatch)
+    monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", True, raising=False)
+    sampler = importlib.import_module(f"{PLUGIN}.sampler")
+    assert sampler.is_used()
+    was = invariance.word.value
+    request.addfinalizer(lambda: setattr(invariance.word, "value", was))
+    package.register()
+    assert invariance.word.value == was + 1
+    assert not sampler.is_used(), "rows without seeds stay vLLM's"
+    plugin = importlib.import_module(f"{PLUGIN}.attention")
+    assert plugin.Backend.supports_batch_invariance()
+    assert vars(plugin.Builder)["_cudagraph_support"] is fake_vllm.AttentionCGSupport.NEVER
+    b = batch([(70, 1), (40, 9), (90, 25)], device)
+    builder, (impl,) = engine(plugin, device)
+    cache = cache_of(plugin, version, device, "auto", DIM)
+    together = attend(impl, builder, b, cache)
+    assert_close(together, expected(b))
+    for i, (first, count) in enumerate(((0, 1), (1, 9), (10, 25))):
+        for begin, end in ((0, count), (0, count - 1), (count - 1, count)):
+            if begin == end:
+                continue
+            query = b.queries[i][begin:end]
+            step = SimpleNamespace(**vars(b.step))
+            starts = torch.tensor([0, end - begin], dtype=torch.int32)
+            step.query_start_loc, step.query_start_loc_cpu, step.num_reqs = starts.to(device), starts, 1
+            step.seq_lens = b.step.seq_lens[i : i + 1] - (count - end)
+            step.num_actual_tokens = step.max_query_len = end - begin
+            step.block_table_tensor = b.step.block_table_tensor[i : i + 1]
+            metadata = builder.build(0, step)
+            assert metadata.num_decodes == 0
+            out = torch.empty_like(query)
+            impl.forward(LAYER, query, torch.empty(0), torch.empty(0), cache, metadata, out)
+            assert torch.equal(out, together[first + begin : first + end])
 
 
 def test_layers_of_other_windows_share_a_step(plugin: Any, version: str, device: str) -> None:

@@ -1,7 +1,8 @@
 """The plugin of vLLM: `vllm serve MODEL --attention-backend CUSTOM` attends with fi's kernels.
 
 With FI_VLLM_LAYERS=1 SwiGLU, rotary embeddings, experts and gated delta nets are fi's too, and the norms for which the
-engine is given `--ir-op-priority.rms_norm fi --ir-op-priority.fused_add_rms_norm fi`.
+engine is given `--ir-op-priority.rms_norm fi --ir-op-priority.fused_add_rms_norm fi`. With VLLM_BATCH_INVARIANT=1 all
+calls of the process are batch invariant, and attention computes every token as prefill, without graphs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 
+from fi_core.runtime import invariance
 from fi_core.runtime.env import env
 
 VERSIONS = ("0.24", "0.33")  # whose interfaces tests/engine_calls/vllm_seams.json holds
@@ -40,6 +42,10 @@ def register() -> None:
             _log.info("fi is not registered: %s is the CUSTOM attention backend", custom.get_path())
         return
     register_backend(custom, BACKEND)
+    from vllm import envs
+
+    if getattr(envs, "VLLM_BATCH_INVARIANT", False):
+        invariance.word.value += 1  # never closed: it is the engine's for the whole process
     if not MLAPrefillBackendEnum.CUSTOM.is_overridden():
         register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, PROMPTS)
     if env.vllm_layers:

@@ -20,6 +20,7 @@ from fi_core.decode import BlockTablesPlan, trtllm_batch_decode_with_kv_cache
 from fi_core.integrations.vllm.backend import Facts
 from fi_core.integrations.vllm.prepare import FP8, begin_to_compile
 from fi_core.prefill import ContextTablesPlan, trtllm_batch_context_with_kv_cache
+from fi_core.runtime.invariance import is_on
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +46,10 @@ class Backend(Facts, AttentionBackend):  # type: ignore[misc]
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return [64, 80, 96, 128, 192, 256]
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -108,7 +113,10 @@ class Metadata:
 class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
     """Builds the metadata of a step without a launch, and without waiting for the device."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    # Inside of batch_invariant() all tokens go through prefill, whose plans a graph would keep.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = (
+        AttentionCGSupport.NEVER if is_on() else AttentionCGSupport.UNIFORM_BATCH
+    )
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         import torch
@@ -168,7 +176,8 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         step = common_attn_metadata
         if step.causal is not True:
             raise NotImplementedError("causal: True is required; select another attention backend for this model")
-        decodes, q_len = _decodes(step, self.reorder_batch_threshold)
+        # Decode adds in another order, and a prompt may end in a chunk of one token.
+        decodes, q_len = (0, 1) if is_on() else _decodes(step, self.reorder_batch_threshold)
         prefills = step.num_reqs - decodes
         tables, lengths, starts = step.block_table_tensor, step.seq_lens, step.query_start_loc
         decode = prefill = tables, lengths

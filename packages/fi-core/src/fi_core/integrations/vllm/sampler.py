@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import vllm.envs as envs
 from vllm.platforms import current_platform
 
+from fi_core.runtime.invariance import is_on
 from fi_core.sampling import top_k_top_p_sampling_from_logits
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ def register() -> None:
 
 
 def is_used() -> bool:
-    """Whether fi samples: unless VLLM_USE_FLASHINFER_SAMPLER=0."""
-    return bool(current_platform.is_cuda() and envs.VLLM_USE_FLASHINFER_SAMPLER)
+    """Whether fi samples: unless VLLM_USE_FLASHINFER_SAMPLER=0, or batch invariant, where rows need their own seeds."""
+    return bool(current_platform.is_cuda() and envs.VLLM_USE_FLASHINFER_SAMPLER and not is_on())
 
 
 def sample(

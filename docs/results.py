@@ -1,4 +1,4 @@
-"""Makes the tables of the README and of docs from benchmarks/results/*.jsonl; needs no package."""
+"""Makes the tables of the README and of docs from benchmarks/results/*.jsonl; that of promises needs fi-core."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import costs
 import floors
 import layers
 import products
+import support
 from records import ROOT, Result, beside, by_case, comparison, geometric, number, rows, table
 
 SAME = 0.02  # times closer than this are called equal: one kernel differs by as much between two machines
@@ -298,6 +299,7 @@ TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its
     "mla-ceilings": ceilings.mla_table,
     "moe": moe_table,
     "batch-invariance": costs.invariance_table,
+    "promises": support.promises_table,
     "indexer": costs.indexer_table,
     "adapters": costs.adapters_table,
     "timers": timers_table,

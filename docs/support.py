@@ -6,6 +6,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from records import table
+
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 # The cards by which files of results begin, and their targets.
 CARDS = {"h100": "90a", "h200": "90a"}
@@ -23,6 +25,45 @@ def implementations(op: Any, target: Any) -> tuple[str, ...]:
 
     facts = [Request.of(op, target, values).facts() for values in op.grid()]
     return tuple(i.name for i in op.implementations if not all(i.refusals(values) for values in facts))
+
+
+# Implementations that do not promise chunks of a prompt, (b) of concepts/batch-invariance: a warp rescales its rows
+# together, or a chunk of one token is decode.
+WITHOUT_CHUNKS = {"batch_prefill": ("mma_sm80",), "single_attention": ()}  # without names: all
+
+
+def promise(op: Any, target: Any) -> str:
+    """What the implementations promise that requests of an op's grid get on a target inside of batch_invariant()."""
+    from fi_core.runtime.dispatch import Request, choose
+    from fi_core.runtime.errors import UnsupportedError
+
+    chosen, refused = set[str](), False
+    for request in (Request.of(op, target, values) for values in op.grid()):
+        try:
+            chosen.add(choose(request._replace(batch_invariant=True)).implementation)
+        except UnsupportedError:
+            refused = refused or any(not i.refusals(request.facts()) for i in op.implementations)
+    if not chosen:
+        return "refused" if refused else "-"
+    without = WITHOUT_CHUNKS.get(op.name)
+    keeps = "a c d e" if without is not None and (not without or chosen & {*without}) else "a b c d e"
+    return f"{keeps}, some refused" if refused else keeps
+
+
+def promises_table() -> str:
+    """Ops by what they promise on each target."""
+    from fi_core.registry import load, ops
+    from fi_core.runtime.spec.target import CPU, cuda_target
+
+    load()
+    targets = CPU, cuda_target(8, 0), cuda_target(9, 0)
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, op in sorted(ops().items()):
+        found.setdefault(tuple(promise(op, target) for target in targets), []).append(f"`{name}`")
+    rows = sorted(found.items(), key=lambda item: -len(item[1]))
+    return table(
+        ("promise on the CPU", "on sm_80", "on sm_90a", "ops"), [(*p, ", ".join(names)) for p, names in rows], left=4
+    )
 
 
 def results(arch: str) -> dict[str, int]:

@@ -114,3 +114,15 @@ def test_a_plan_asks_anew_inside_of_a_block() -> None:
         inside = planned(operator("rmsnorm").op, device, "auto", *values)
         assert Request.of(operator("rmsnorm").op, CPU).batch_invariant
     assert (outside.request.batch_invariant, inside.request.batch_invariant) == (False, True)
+
+
+@pytest.mark.parametrize("name", ["moe_experts", "moe_few_tokens"])
+def test_ops_whose_sums_follow_the_batch_refuse_by_name(name: str) -> None:
+    op = operator(name).op
+    for target in (CPU, HOPPER):
+        choose(Request.of(op, target))
+        with (
+            fi_core.batch_invariant(),
+            pytest.raises(UnsupportedError, match=f"(?s){name}.*outside of fi_core.batch_invariant"),
+        ):
+            choose(Request.of(op, target))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.fused_moe.moe_layer import MOST_PASSES, STREAMED_ACTIVATIONS, TILE_TOKENS, chosen_tiles
 from fi_core.runtime.launch.operator import operator
-from fi_core.runtime.spec.constraint import ON_CPU, Rule, exactly
+from fi_core.runtime.spec.constraint import ON_CPU, VARIES, Rule, exactly
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 from fi_core.tllm_enums import ActivationType
@@ -97,8 +97,8 @@ MOE_EXPERTS = Op(
     config=ExpertsConfig,
     varies={"tokens": lambda given: chosen_tiles(given["weight"])},
     implementations=(
-        Implementation("cpu", (*ON_CPU, _WEIGHTS)),
-        Implementation("wgmma_sm90", (*exactly(90), _WEIGHTS), _unit),
+        Implementation("cpu", (*ON_CPU, *VARIES, _WEIGHTS)),
+        Implementation("wgmma_sm90", (*exactly(90), *VARIES, _WEIGHTS), _unit),
     ),
     prebuilt=({"weight": "e4m3"},),
 )

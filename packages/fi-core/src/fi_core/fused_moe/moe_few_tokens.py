@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.runtime.launch.operator import operator
-from fi_core.runtime.spec.constraint import ON_CPU, Rule, exactly
+from fi_core.runtime.spec.constraint import ON_CPU, VARIES, Rule, exactly
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 from fi_core.tllm_enums import ActivationType
@@ -70,8 +70,8 @@ MOE_FEW_TOKENS = Op(
     },
     config=FewTokensConfig,
     implementations=(
-        Implementation("cpu", (*ON_CPU, _WEIGHTS)),
-        Implementation("mma_sm90", (*exactly(90), _WEIGHTS), _unit),
+        Implementation("cpu", (*ON_CPU, *VARIES, _WEIGHTS)),
+        Implementation("mma_sm90", (*exactly(90), *VARIES, _WEIGHTS), _unit),
     ),
     prebuilt=({"weight": "e4m3"},),
 )

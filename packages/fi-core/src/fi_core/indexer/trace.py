@@ -19,7 +19,7 @@ def _ragged_reference(  # type: ignore[no-untyped-def]
 ):
     out = weights.new_full((q.shape[0], max_seqlen_k or keys.shape[0]), -float("inf")).double()
     for t in range(q.shape[0]):
-        start, end = int(cu_seq_len_k_start[t]), min(int(cu_seq_len_k_end[t]), keys.shape[0])
+        start, end = max(int(cu_seq_len_k_start[t]), 0), min(int(cu_seq_len_k_end[t]), keys.shape[0])
         if start < end:
             first = 0 if max_seqlen_k else start
             logits = _logits_of(q[t], keys[start:end], key_scales[start:end], weights[t])
@@ -238,7 +238,7 @@ def _ragged_topk_reference(  # type: ignore[no-untyped-def]
     logits = _ragged_reference(q, keys, key_scales, weights, cu_seq_len_k_start, cu_seq_len_k_end)
     out = cu_seq_len_k_start.new_full((q.shape[0], top_k), -1)
     for t in range(q.shape[0]):
-        start, end = int(cu_seq_len_k_start[t]), min(int(cu_seq_len_k_end[t]), keys.shape[0])
+        start, end = max(int(cu_seq_len_k_start[t]), 0), min(int(cu_seq_len_k_end[t]), keys.shape[0])
         if start < end:
             found = _largest(logits[t, start:end], top_k, tie_break)
             out[t, : found.numel()] = found + (0 if relative else start)

@@ -294,7 +294,7 @@ def _ssd_reference(x, dt, A, B, C, D, dt_bias, cu_seqlens, initial_states, z=Non
     output, states, heads = x.double() * 0, initial_states.double(), x.shape[2]
     b, c = (t[0].double().repeat_interleave(heads // t.shape[2], 1) for t in (B, C))
     step = dt[0].double() + dt_bias.double()
-    step = torch.nn.functional.softplus(step) if dt_softplus else step
+    step = (torch.nn.functional.softplus(step) if dt_softplus else step).clamp(min=0)
     for i, (first, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:])):
         s = states[i]
         for t in range(first, end):

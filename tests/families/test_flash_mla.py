@@ -149,18 +149,18 @@ def test_dense_requests_are_causal_at_the_end(device: str) -> None:
         check_decode(found, q, [own[b][: n - 1 + t if causal else n] for b, n in enumerate(lengths) for t in range(2)])
 
 
-@pytest.mark.parametrize("width", [576, 512])
-def test_prompts_ignore_what_is_no_row(width: int, device: str) -> None:
+@pytest.mark.parametrize(("width", "heads", "count"), [(576, 9, 50), (512, 9, 50), (576, 40, 600)])
+def test_prompts_ignore_what_is_no_row(width: int, heads: int, count: int, device: str) -> None:
     """Negative indices, and those behind the last row; a list of none; any stride of q and kv."""
-    rows, top_k = keys(50, width, device), 33
-    q = torch.randn(4, 9, width + 8, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)[..., :width] / 8
-    indices = torch.randint(-20, 70, (4, 1, top_k), generator=torch.Generator().manual_seed(2)).int().to(device)
-    indices[2] = 50
-    kv = torch.full((50, 1, width + 64), math.nan, dtype=torch.bfloat16, device=device)
+    rows, generator = keys(count, width, device), torch.Generator().manual_seed(1)
+    q = torch.randn(4, heads, width + 8, generator=generator).bfloat16().to(device)[..., :width] / 8
+    indices = torch.randint(-20, count + 20, (4, 1, count * 2 // 3), generator=generator).int().to(device)
+    indices[2] = count
+    kv = torch.full((count, 1, width + 64), math.nan, dtype=torch.bfloat16, device=device)
     kv[:, 0, :width] = rows
     out, top, lse = flash_mla_sparse_fwd(q, kv[..., :width], indices, SCALE)
     for t in range(4):
-        own = indices[t, 0][(indices[t, 0] >= 0) & (indices[t, 0] < 50)].long()
+        own = indices[t, 0][(indices[t, 0] >= 0) & (indices[t, 0] < count)].long()
         for found, value, tolerance in zip((out[t], top[t], lse[t]), expected(q[t], rows[own]), (OUT, LSE, LSE)):
             assert_close(found, value, tolerance=tolerance)
 
@@ -237,8 +237,9 @@ LIST = torch.zeros(2, 1, 3, dtype=torch.int32)
     ],
 )
 def test_prompts_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"q": Q, "kv": KV, "indices": LIST, "sm_scale": SCALE}
     with pytest.raises((ValueError, TypeError), match=message):
-        flash_mla_sparse_fwd(**{"q": Q, "kv": KV, "indices": LIST, "sm_scale": SCALE} | change)
+        flash_mla_sparse_fwd(**arguments | change)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,15 @@ def test_sparse_tables_are_gathered(mla: Mla) -> None:
     assert launch["name"] == "batch_mla_wgmma_gather" and parameters(launch, "BatchMlaParams")["sparse"] == 1
 
 
+def test_a_maximum_is_exact_where_it_is_asked_for(mla: Mla) -> None:
+    """Kernels otherwise keep one that scores exceed by up to 8 powers of 2; those that load by TMA always do."""
+    for heads, implementation, name in ((128, "wgmma_sm90", "wgmma_gather"), (16, "narrow_sm90", "ping_pong")):
+        for page_size in (1, 64):
+            launch = attention(mla(heads, page_size, implementation, exact_max=True))
+            assert launch["name"] == f"batch_mla_{name}" and parameters(launch, "BatchMlaParams")["keep_max"] == 0
+    assert parameters(attention(mla(128, 1, "wgmma_sm90")), "BatchMlaParams")["keep_max"] == 8
+
+
 def test_packed_pages_are_widened_by_a_kernel_of_their_own(mla: Mla) -> None:
     """Slots are divided by the tokens of a page; rows of 584 bytes are no obstacle, a page at 8 bytes is."""
     packed = Tensor(CKV, (32, 64, 584), "u8", (65 * 576, 584, 1))

@@ -84,11 +84,9 @@ def _attend(
     return _Result(out, lse, stats)
 
 
-def _attend_list(
-    q: torch.Tensor, x: _List, scale: float, sinks: torch.Tensor | None, any_index: bool = False
-) -> _Result:
+def _attend_list(q: torch.Tensor, x: _List, scale: float, sinks: torch.Tensor | None, **options: Any) -> _Result:
     tables = Tables(x.cache.placed(x.indices).view(-1), x.indices.shape[-1], x.lengths, None, 1)
-    return _attend(q, x.cache, tables, scale, sinks, sparse=True, any_index=any_index)
+    return _attend(q, x.cache, tables, scale, sinks, sparse=True, **options)
 
 
 def _check_queries(q: torch.Tensor, shape: str, ndim: int, widths: tuple[int, ...]) -> None:
@@ -177,7 +175,7 @@ def flash_mla_sparse_fwd(
     rows = _listed("indices", indices, (q.shape[0], 1), q)
     lengths = _lengths("topk_length", topk_length, q.shape[0], 1, q)
     listed = _List(latent_cache("kv", kv, q, True), rows, lengths)
-    found = _attend_list(q, listed, number(sm_scale, "sm_scale"), attn_sink, any_index=True)
+    found = _attend_list(q, listed, number(sm_scale, "sm_scale"), attn_sink, any_index=True, exact_max=True)
     return found.out, found.stats[0], found.stats[1]
 
 

@@ -60,8 +60,6 @@ class MlaConfig(NamedTuple):
 
 
 _STAGE_KEYS = 32
-
-
 # Compiled into kernels by the axis fixed_splits; without it they keep their instructions.
 _FLAGS = {False: (), True: ("-DFI_FIXED_SPLITS",)}
 
@@ -147,8 +145,8 @@ def _types(values: Values) -> Values:
 # Any strides with a contiguous last dimension, rows aligned to 16 bytes. q_pe and kpe_cache have width 0 without rope.
 # ckv_scales: fp32 `[num_pages, page_size, 4]` with e4m3, scales of 128 columns each. page_indices: int32, contiguous;
 # sparse: slots of the cache (page_size 1), -1 is no token; any_index: nor is what the cache does not have.
-# score_stats: fp32 `[2, tokens, heads]`, the largest score of each row and the lse without sinks, natural; -inf and inf
-# without keys.
+# score_stats: fp32 `[2, tokens, heads]`, the largest score of each row, or without exact_max one that is less by up to
+# 8 powers of 2, and the lse without sinks, natural; -inf and inf without keys.
 # sinks: fp32 `[heads]`, a logit that joins the softmax of each head. score_scale, out_scale: fp32 `[1]`, factors of
 # scores and output. cp_world, cp_rank: token j of a request here is token j * cp_world + cp_rank of its context.
 # workspace, schedule, max_ranges, narrow_ranges, wide_ranges, cluster, batch_size: of the plan. In the schedule the
@@ -160,8 +158,9 @@ BATCH_MLA = Op(
     "Tensor ckv_cache, Tensor kpe_cache, Tensor page_indices, int batch_size, int max_ranges, int narrow_ranges, "
     "int wide_ranges, int cluster, float sm_scale, bool causal=False, float ckv_scale=1.0, float kpe_scale=1.0, "
     "Tensor? ckv_scales=None, bool lse_base_e=False, bool sparse=False, Tensor? sinks=None, Tensor? score_scale=None, "
-    "Tensor? out_scale=None, Tensor(e!)? score_stats=None, bool any_index=False, int cp_world=1, int cp_rank=0, "
-    'bool? enable_pdl=None, int num_heads=0, int page_size=0, bool fixed_splits=False, str backend="auto"',
+    "Tensor? out_scale=None, Tensor(e!)? score_stats=None, bool any_index=False, bool exact_max=False, int cp_world=1, "
+    "int cp_rank=0, bool? enable_pdl=None, int num_heads=0, int page_size=0, bool fixed_splits=False, "
+    'str backend="auto"',
     planned=words(
         "workspace schedule page_indices batch_size max_ranges narrow_ranges wide_ranges cluster sm_scale causal",
         "num_heads page_size fixed_splits enable_pdl backend",

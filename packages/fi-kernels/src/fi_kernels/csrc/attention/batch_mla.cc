@@ -138,6 +138,7 @@ void batch_mla(const Kernel& kernel, const BatchMlaArgs& a) {
   p.out = a.out.data();
   p.lse = a.lse ? a.lse.data<float>() : nullptr;
   p.score_stats = a.score_stats ? a.score_stats.data<float>() : nullptr;
+  p.keep_max = a.exact_max ? 0.f : kMlaKeepMax;
   p.q_nope_token = a.q_nope.stride(0), p.q_nope_head = a.q_nope.stride(1);
   p.ckv_page = a.ckv_cache.stride(0), p.ckv_token = a.ckv_cache.stride(1);
   p.out_token = a.out.stride(0), p.out_head = a.out.stride(1);

@@ -14,6 +14,10 @@ constexpr int32_t kMlaLatent = 512, kMlaRope = 64, kMlaWidth = kMlaLatent + kMla
 // of 64 columns each.
 constexpr int32_t kMlaPackedCodes = 448, kMlaPackedRow = 576, kMlaPackedScales = 8, kMlaPackedGroup = 64;
 
+// row_max may stay where no score exceeds it by more than this, in powers of 2: the output is then rescaled in the
+// first tiles of a row only. Probabilities up to 2^8 are as exact as those up to 1.
+constexpr float kMlaKeepMax = 8.f;
+
 // The state of a row over the chunks so far and over the next one. A chunk without visible keys changes no bits.
 struct MlaFold {
   float row_max, row_sum;
@@ -48,7 +52,7 @@ struct BatchMlaParams {
   const float* ckv_scales;     // [num_pages * page_size, 4], of 128 columns each; null: none
   void* out;                   // [tokens, heads, 512]
   float* lse;                  // [tokens, heads]; null: none
-  float* score_stats;          // [2, tokens, heads]: largest scores, and lse without sinks, natural; null: none
+  float* score_stats;          // [2, tokens, heads]: row_max, and lse without sinks, natural; null: none
   int64_t q_nope_token, q_nope_head, q_pe_token, q_pe_head;
   int64_t ckv_page, ckv_token, kpe_page, kpe_token, scales_page, scales_token, out_token, out_head;
   const int32_t* page_indices;
@@ -70,6 +74,7 @@ struct BatchMlaParams {
   // Of packed pages: ckv are bytes, ckv_page the bytes of a page, and an entry of page_indices is a slot.
   Divisor packed_page;  // tokens of a page
   int32_t is_packed;
+  float keep_max;  // the kernel that gathers keys raises row_max by more: kMlaKeepMax; 0: to the largest score
 
   FI_HOST_DEVICE MlaSchedule view() const { return {schedule, max_ranges, batch}; }
 

@@ -24,9 +24,6 @@ struct MlaWgmmaKernel {
   static constexpr int kProducerRegisters = Producer::kFp8 ? 88 : kTma ? 56 : 72;
   static constexpr int kConsumerRegisters = Producer::kFp8 ? 208 : kTma ? 224 : 216;
   static_assert(registers_fit(kProducerRegisters + 2 * kConsumerRegisters, 3), "registers");
-  // row_max rises only where a score exceeds it by more than this, in powers of 2: the output is then rescaled in the
-  // first tiles of a row only. Probabilities up to 2^8 are as exact as those up to 1.
-  static constexpr float kKeepMax = 8.f;
 
   const BatchMlaParams& params;
   Shared& shared;
@@ -242,7 +239,8 @@ struct MlaWgmmaKernel {
       top = fmaxf(top, other);
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)) * scale;
-      const float old = rows.row_max[h], now = top > old + kKeepMax ? top : old, base = softmax_reference(now);
+      const float keep = kTma ? kMlaKeepMax : params.keep_max;
+      const float old = rows.row_max[h], now = top > old + keep ? top : old, base = softmax_reference(now);
       alpha[h] = now == old ? 1.f : exp2_approx(old - base);
       rows.row_max[h] = now;
       float even = 0.f, odd = 0.f;

@@ -31,8 +31,6 @@ struct MlaSwappedKernel {
   // Batches of fewer KV tiles (100 MB) are the first that L2 evicts; larger ones are slower so
   // (docs/notes/mla-narrow.md).
   static constexpr int kEvictFirstTiles = (100 << 20) / (kKeys * kMlaWidth * 2);
-  // As of MlaWgmmaKernel: row_max rises only where a score exceeds it by more than this.
-  static constexpr float kKeepMax = 8.f;
 
   using Merge = MlaMerge<T, kConsumers, 3, kRows, 4>;
   struct Shared {
@@ -266,7 +264,7 @@ struct MlaSwappedKernel {
       }
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const float old = rows.row_max[c], found = top[c] * scale, now = found > old + kKeepMax ? found : old;
+      const float old = rows.row_max[c], found = top[c] * scale, now = found > old + kMlaKeepMax ? found : old;
       const float base = softmax_reference(now);
       alpha[c] = now == old ? 1.f : exp2_approx(old - base);
       rows.row_max[c] = now;

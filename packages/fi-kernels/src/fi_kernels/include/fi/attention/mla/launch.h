@@ -40,7 +40,7 @@ inline void launch_batch_mla(const Kernel& kernel, BatchMlaParams& p, const Batc
     const auto config = BatchMlaConfig::of(e);
     if (e.shared_bytes > limit) return false;
     if (config.kind != MlaKind::TMA && config.kind != MlaKind::SWAPPED) return true;
-    return !p.sparse && p.has_rope && page_size % kMlaKvTile == 0 && a.ckv_cache.size(0) > 0;
+    return !p.sparse && !a.exact_max && p.has_rope && page_size % kMlaKvTile == 0 && a.ckv_cache.size(0) > 0;
   });
   const auto config = BatchMlaConfig::of(entry);
   const bool wide = config.kind >= MlaKind::GATHER;

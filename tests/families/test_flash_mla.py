@@ -165,6 +165,24 @@ def test_prompts_ignore_what_is_no_row(width: int, heads: int, count: int, devic
             assert_close(found, value, tolerance=tolerance)
 
 
+def test_a_sink_that_is_no_number_shows(device: str) -> None:
+    q, kv = (
+        torch.ones(n, k, 576, dtype=torch.bfloat16, device=device)
+        for n, k in (
+            (
+                1,
+                3,
+            ),
+            (8, 1),
+        )
+    )
+    sink = torch.tensor([math.nan, math.inf, -math.inf], device=device)
+    indices = torch.arange(8, dtype=torch.int32, device=device).view(1, 1, 8)
+    out, top, lse = flash_mla_sparse_fwd(q, kv, indices, SCALE, attn_sink=sink)
+    assert out[0, 0].isnan().all() and (out[0, 1] == 0).all() and (out[0, 2] == 1).all()
+    assert_close(lse - top, torch.full_like(lse, math.log(8)), tolerance=LSE)
+
+
 def test_both_names_have_the_same_bits(device: str) -> None:
     """The names of FlashMLA and of TensorRT-LLM run one kernel; a row does not depend on the others of its batch."""
     cache = cache_of("rows", keys(64, 576, device), 16)

@@ -120,7 +120,7 @@ struct BatchMlaParams {
   template <class Math>
   FI_HOST_DEVICE float finish(int32_t head, float& row_max, float& row_sum) const {
     constexpr float kWhole = 1e30f;  // takes the whole softmax, as infinity does; inf - inf would be NaN
-    const float rescale = sinks ? add_sink<Math>(sinks[head] < kWhole ? sinks[head] : kWhole, row_max, row_sum) : 1.f;
+    const float rescale = sinks ? add_sink<Math>(sinks[head] > kWhole ? kWhole : sinks[head], row_max, row_sum) : 1.f;
     return rescale * inverse_row_sum(row_sum) * (out_scales ? out_scale * *out_scales : out_scale);
   }
   FI_HOST_DEVICE int64_t state_of(int64_t token, int32_t head) const { return token * heads.value + head; }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -214,6 +216,22 @@ def test_torch_compile_has_no_graph_break(call: Call) -> None:
     want = call.tensors
     run(*want)
     assert_same(got, want)
+
+
+BEFORE_TORCH = """
+import sys
+from fi_core.cascade import merge_state
+assert "torch" not in sys.modules
+import torch
+states = torch.randn(2, 4, 64), torch.randn(2, 4), torch.randn(2, 4, 64), torch.randn(2, 4)
+got = torch.compile(merge_state, fullgraph=True, backend="eager")(*states)
+assert all(map(torch.equal, got, merge_state(*states)))
+"""
+
+
+def test_the_first_call_of_an_op_that_was_declared_before_torch_may_be_traced() -> None:
+    done = subprocess.run([sys.executable, "-c", BEFORE_TORCH], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def pair(t: torch.Tensor) -> torch.Tensor:

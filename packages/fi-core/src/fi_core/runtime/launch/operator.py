@@ -36,7 +36,7 @@ try:
 except Exception as error:
     torch_op.recover(op, {given}, error)
 return torch_op.dispatch(op, {given}{last})"""
-_TRACED = "return torch_op.call({name!r}, {given}{last})"  # by torch.compile
+_TRACED = "registered()\nreturn torch_op.call({name!r}, {given}{last})"  # by torch.compile
 # Where torch's dispatcher ends.
 _DIRECT = """\
 try:

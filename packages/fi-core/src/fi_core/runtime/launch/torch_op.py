@@ -17,12 +17,11 @@ from fi_core.runtime.spec.arguments import Argument
 from fi_core.runtime.spec.op import Op
 from fi_core.runtime.tensors import is_special, real_among_fakes, unreadable
 
-NAMESPACE = "fi_core"
 
-
-def signal(scope: dict[str, Any], before: Callable[[], object] = lambda: None) -> None:
+def signal(scope: dict[str, Any], before: Any = lambda: None) -> None:
     """Names in a scope the C functions that an operator asks on every call: the number of dispatch `modes`, and whether
-    autograd `records`. Torch is imported, and `before` called, by the first call: declarations must not import it.
+    autograd `records`. Torch is imported, and `before` called, by the first call: declarations must not import it. The
+    first call may be traced, so `before` is named too, as `registered`.
     """
 
     def modes() -> int:
@@ -30,7 +29,8 @@ def signal(scope: dict[str, Any], before: Callable[[], object] = lambda: None) -
         scope.update(modes=torch._C._len_torch_dispatch_stack, records=torch.is_grad_enabled)
         return torch._C._len_torch_dispatch_stack()
 
-    scope["modes"] = modes
+    before._dynamo_marked_constant = True  # torch.compile calls it, and does not trace it
+    scope.update(modes=modes, registered=before)
 
 
 @functools.cache
@@ -59,11 +59,11 @@ def register(op: Op, direct: Callable[..., Any]) -> Any:
             call(op.name, tuple(a if dim is None else a.select(dim, i) for a, dim in zip(arguments, in_dims)))
         return None, None
 
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library = torch.library.Library("fi_core", "FRAGMENT")
     library.define(f"{op.name}{op.schema}", tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(op.name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake, lib=library)
-    torch.library.register_vmap(f"{NAMESPACE}::{op.name}", mapped, lib=library)
+    torch.library.register_fake(f"fi_core::{op.name}", fake, lib=library)
+    torch.library.register_vmap(f"fi_core::{op.name}", mapped, lib=library)
     return library  # kept by the cache: the registration lives as long as this object
 
 

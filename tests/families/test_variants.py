@@ -400,6 +400,17 @@ def test_a_module_may_be_built_ahead() -> None:
     assert made.custom.uri == "sink" and made.custom.op.name == "batch_prefill"
 
 
+NO_HOOK = """
+struct Sink : AttentionVariantBase {
+  template <typename Params>
+  __device__ __host__ Sink(const Params& params, uint32_t batch_idx, uint8_t* smem_ptr) { sm_scale_log2 = 1.f; }
+  float compute_score(float score) const { return 2.f * score; }
+  float apply(float score) const { if (score > 0.f) { return compute_score(score); } return 0.f; }
+  float sm_scale_log2;
+};
+"""
+
+
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
@@ -410,6 +421,7 @@ def test_a_module_may_be_built_ahead() -> None:
         ({9: ["sink"]}, ValueError, "sink is declared twice"),
         ({9: ["kv_len"]}, ValueError, "^additional_scalar_names: .*got 'kv_len'"),
         ({12: "struct Sink { MainloopParams p; };"}, NotImplementedError, "^variant_decl: MainloopParams .*fa2"),
+        ({12: NO_HOOK}, ValueError, r"^variant_decl: a hook such as REGISTER_\w+ is required; got apply\(\)"),
     ],
 )  # fmt: skip
 def test_declarations_are_checked(change: dict[int, Any], error: type[Exception], says: str) -> None:
@@ -418,6 +430,13 @@ def test_declarations_are_checked(change: dict[int, Any], error: type[Exception]
         arguments[at] = value
     with pytest.raises(error, match=says):
         gen_customize_batch_decode_module(*arguments)
+
+
+def test_a_struct_may_leave_all_hooks_out() -> None:
+    """It is plain attention, with the scale that its constructor computes, here by a function of its own."""
+    plain = NO_HOOK.replace("apply", "scale").replace("= 1.f", "= scale(params.sm_scale)")
+    made = gen_customize_batch_decode_module(*jit_args(SINK)[:12], plain).made
+    assert made.variant.declaration == plain
 
 
 def test_unsupported_modules_raise_with_advice() -> None:

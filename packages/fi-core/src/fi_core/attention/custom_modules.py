@@ -294,11 +294,7 @@ def get_customize_batch_prefill_module(backend: str, *args: Any, **options: Any)
 
 
 def customised(
-    kind: str,
-    backend: str,
-    device: torch.device,
-    jit_args: Sequence[Any] | None,
-    jit_kwargs: Mapping[str, Any] | None,
+    kind: str, backend: str, device: torch.device, jit_args: Sequence[Any] | None, jit_kwargs: Mapping[str, Any] | None
 ) -> CustomAttention:
     """The variant that a wrapper runs instead of the built-in attention, compiled for its device.
 

@@ -211,11 +211,7 @@ def _merge_state_in_place_reference(v, s, v_other, s_other, mask=None):  # type:
     )
 )
 def merge_state_in_place(
-    v: torch.Tensor,
-    s: torch.Tensor,
-    v_other: torch.Tensor,
-    s_other: torch.Tensor,
-    mask: torch.Tensor | None = None,
+    v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None = None
 ) -> None:
     """`merge_state` into v and s; its formula, special values and errors apply.
 

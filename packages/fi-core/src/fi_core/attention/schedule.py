@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 def carve(
-    int_workspace: torch.Tensor,
-    float_workspace: torch.Tensor,
-    head_dim_vo: int,
-    sizes: ops.Sizes,
-    fallback: ops.Sizes,
+    int_workspace: torch.Tensor, float_workspace: torch.Tensor, head_dim_vo: int, sizes: ops.Sizes, fallback: ops.Sizes
 ) -> ops.Buffers:
     """Places a schedule in the int workspace, and its partials behind it or, if they do not fit, in the other.
 

@@ -40,6 +40,9 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 _TAKEN = {"num_qo_heads", "num_kv_heads", "qo_len", "kv_len", "window_left", "set", "get_qo_len", "get_kv_len"}
 # Words that occur only in FlashInfer's structs for Hopper.
 _HOPPER_WORDS = re.compile(r"\b(GetAttentionUpdater|additional_params|MainloopParams|BlockCoord)\b")
+# What kernels call of a struct, by the macros or by the names of the functions; and the functions that a text defines.
+_HOOKS = re.compile(r"\b(REGISTER_[A-Z_]+|LogitsTransform|LogitsMask|update_m_d|OutputTransform)\b")
+_FUNCTION = re.compile(r"\b(?!(?:if|for|while|switch)\b)(\w+)\s*\([^(){};]*\)\s*(?:const\s*)?\{")
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class Variant:
     def of(cls, tensors_and_scalars: Sequence[Sequence[str]], name: str, declaration: str) -> Variant:
         """Checks what the user wrote: names and types of tensors, and of scalars.
 
-        Raises ValueError, or NotImplementedError for a struct of the Hopper form.
+        Raises ValueError, also for a text without hooks whose functions nothing calls, or NotImplementedError for a
+        struct of the Hopper form.
         """
         tensor_names, tensor_types, scalar_names, scalar_types = tensors_and_scalars
         tensors = _pair("additional_tensor", tensor_names, tensor_types, tuple(TENSOR_TYPES))
@@ -74,6 +78,13 @@ class Variant:
                 "the struct on AttentionVariantBase, with its constructor (params, batch_idx, smem_ptr), and pass "
                 'backend="fa2"'
             )
+        own = [] if _HOOKS.search(declaration) else _FUNCTION.findall(declaration)
+        for function in sorted({*own} - {*re.findall(r"\bstruct\s+(\w+)", declaration)}):
+            if len(re.findall(rf"\b{function}\s*\(", declaration)) == 1:
+                raise ValueError(
+                    f"variant_decl: a hook such as REGISTER_LOGITS_TRANSFORM is required; got {function}(), which no "
+                    "kernel calls"
+                )
         return cls(name, declaration, tensors, scalars)
 
     def text(self) -> str:

@@ -10,9 +10,7 @@ from fi_core.observe.describe import with_sizes
 from fi_core.observe.draw import Draw, nbytes
 from fi_core.observe.trace import Scalar, Tensor, TraceTemplate, Work, axes_of, dispatcher, options, words
 
-_OTHERS = words(
-    "pos_encoding_mode q_scale k_scale v_scale scale_q scale_k scale_v packed_custom_mask kv_cache_sf",
-)
+_OTHERS = words("pos_encoding_mode q_scale k_scale v_scale scale_q scale_k scale_v packed_custom_mask kv_cache_sf")
 
 
 def _make(

@@ -38,10 +38,7 @@ class BatchAttention(PlanState):
     """
 
     def __init__(
-        self,
-        kv_layout: str = "NHD",
-        device: torch.device | str = "cuda",
-        jit_args: Sequence[Any] | None = None,
+        self, kv_layout: str = "NHD", device: torch.device | str = "cuda", jit_args: Sequence[Any] | None = None
     ) -> None:
         code(LAYOUTS, kv_layout, "kv_layout")
         try:

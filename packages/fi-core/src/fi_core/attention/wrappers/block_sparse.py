@@ -356,13 +356,9 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
         """
         self._inner._require_plan()
         heads, qo_len, kv_len, page_size, group = self._shape
-        for name, x, first, tokens in (
-            ("q", q, heads * group, qo_len),
-            ("k", k, heads, kv_len),
-            ("v", v, heads, kv_len),
-        ):
-            if x.ndim != 3 or tuple(x.shape[:2]) != (first, tokens):
-                raise ValueError(f"{name}: [{first}, {tokens}, head_dim] was planned; got {tuple(x.shape)}")
+        for name, x, planned in zip("qkv", (q, k, v), ((heads * group, qo_len), *[(heads, kv_len)] * 2)):
+            if x.ndim != 3 or tuple(x.shape[:2]) != planned:
+                raise ValueError(f"{name}: [{planned[0]}, {planned[1]}, head_dim] was planned; got {tuple(x.shape)}")
         rows = q.unflatten(0, (heads, group)).transpose(1, 2).flatten(0, 1).contiguous()
         k, v = (x.contiguous().view(heads * kv_len // page_size, page_size, 1, x.shape[2]) for x in (k, v))
         as_result = None

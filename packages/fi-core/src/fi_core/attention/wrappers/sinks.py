@@ -79,11 +79,10 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         """
         if self._plan_info is not None and self._window_left != self._made_for_window:
             raise ValueError(f"window_left: the wrapper was made for {self._made_for_window}; got {self._window_left}")
-        planned = self._sm_scale if self._plan_info is not None else None
+        planned = self._sm_scale
         if sm_scale is not None:
             self._sm_scale = sm_scale
         try:
             return super().run(q, paged_kv_cache, sinks=sink, **options)
         finally:
-            if self._plan_info is not None:
-                self._sm_scale = planned
+            self._sm_scale = planned

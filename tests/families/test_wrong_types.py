@@ -49,6 +49,17 @@ def test_it_is_named(name: str, wrong: Any) -> None:
         assert "_cpu" not in str(caught.value), "no name of a module"
 
 
+@pytest.mark.parametrize("method", ["__init__", "plan"])
+def test_a_wrong_keyword_names_a_class_that_users_know(method: str) -> None:
+    assert functions()  # loads every family
+    wrappers = {cls.__name__: cls for cls in api.classes.values() if hasattr(cls, "plan") and hasattr(cls, "run")}
+    assert {"BatchDecodeWithPagedKVCacheWrapper", "BatchMLAPagedAttentionWrapper", "BatchAttention"} <= {*wrappers}
+    for name, wrapper in wrappers.items():
+        with pytest.raises(TypeError, match="unexpected keyword argument 'wrong'") as caught:
+            wrapper(wrong=1) if method == "__init__" else wrapper.__new__(wrapper).plan(wrong=1)
+        assert str(caught.value).partition(".")[0] in ({name} if method == "__init__" else wrappers), caught.value
+
+
 def test_an_error_of_a_kernel_names_the_function_that_was_called() -> None:
     """Not the operator inside it, which users do not know."""
     said = {}

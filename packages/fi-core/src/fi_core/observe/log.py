@@ -239,7 +239,8 @@ def fi_api(
         if isinstance(op, type):
             own: Any = op.__init__  # type: ignore[misc]
             if in_module and own is not object.__init__ and not hasattr(own, "__wrapped__"):
-                op.__init__ = checked(own)  # type: ignore[misc]
+                own = op.__init__ = checked(own)  # type: ignore[misc]
+                own.__qualname__ = f"{op.__qualname__}.__init__"  # of an inherited one, too: errors name the class
             if is_logged:
                 _log_class(op)
             return op  # pyright: ignore[reportReturnType]

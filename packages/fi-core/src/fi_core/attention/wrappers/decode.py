@@ -9,13 +9,15 @@ from typing import Any
 from fi_core.attention.contract import Scores, flag, row_elements, scales_of, unpack
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import by_variant
-from fi_core.attention.schedule import DecodePlan
+from fi_core.attention.schedule import DecodePlan, split_kv_of
+from fi_core.attention.wrappers import decode_arguments as arguments
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.base import explain, run_scales
 from fi_core.attention.wrappers.decode_plan import BatchDecodePlan, check_call
 from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.dispatch import Choice
+from fi_core.runtime.invariance import is_on
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import method_with_lse
 
@@ -59,6 +61,136 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
     Raises:
         The errors of BatchPrefillWithPagedKVCacheWrapper.
     """
+
+    def workspace_size(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *args: Any,
+        **options: Any,
+    ) -> tuple[int, int]:
+        """The workspace that a plan needs; changes nothing.
+
+        Args:
+            indptr, indices, last_page_len: as in `plan`; the lengths of requests do not matter.
+            num_qo_heads, num_kv_heads, head_dim, page_size: as in `plan`.
+            args, options: options of `plan`, by position in the order of FlashInfer. fixed_split_size makes the result
+                grow with the number of page indices, or with use_cuda_graph with the buffer for them; disable_split_kv
+                and q_len_per_req matter too.
+
+        Returns:
+            (bytes of the float workspace, bytes of the int workspace).
+        """
+        given = arguments.options_of_size(arguments.SIZE_OPTIONS, args, options)
+        split_kv = split_kv_of(given.get("fixed_split_size"), page_size, given.get("disable_split_kv", False))
+        heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        sizes = {"batch_size": indptr.numel() - 1, "page_size": page_size, "q_len": given.get("q_len_per_req", 1)}
+        plan = DecodePlan(page_indices=indices, split_kv=split_kv, most_ctas=self._plan.most_ctas, **heads, **sizes)
+        return self._workspaces.bytes_for(plan)
+
+    @fi_api
+    @arguments.deprecated_positional
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        window_right: int = 0,
+        logits_soft_cap: float | None = None,
+        q_data_type: torch.dtype | str | None = "float16",
+        kv_data_type: torch.dtype | str | None = None,
+        o_data_type: torch.dtype | str | None = None,
+        data_type: torch.dtype | str | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+        is_causal: bool | None = None,
+    ) -> None:
+        """Plans the next `run` calls: splits the KV of each request into work tiles. It does not synchronise.
+
+        The schedule is computed on the device.
+
+        Each table may be on the host or on the device. A host table is copied in the order of the current stream, so a
+        pinned tensor must keep its values until then. An int64 table is converted here, which costs a small kernel or
+        host copy each. `last_choice` is then the choice for runs with aligned tensors.
+
+        Args:
+            indptr: int32 `[batch_size + 1]`; request b has the pages `indices[indptr[b] : indptr[b + 1]]`.
+            indices: int32 `[indptr[-1]]` or longer, page ids.
+            last_page_len: int32 `[batch_size]`, tokens in the last page of each request. A request without pages has
+                length 0.
+            num_qo_heads, num_kv_heads: query head h uses kv head `h // (num_qo_heads / num_kv_heads)`; any integer
+                ratio.
+            head_dim: a multiple of 8 up to 512.
+            page_size: tokens of a page.
+            pos_encoding_mode: "NONE", "ROPE_LLAMA" (keys and queries are rotated by their positions) or "ALIBI".
+            window_left: number of keys before its own that a query attends to; -1: all.
+            window_right: keys behind its own that a query attends to, among those of the last q_len_per_req tokens; -1:
+                all.
+            logits_soft_cap: c > 0 replaces scores by `c tanh(score / c)`.
+            q_data_type, kv_data_type, o_data_type: dtypes; the last two default to q_data_type. A kv_data_type of uint8
+                is NVFP4.
+            data_type: fills q_data_type and kv_data_type where they are None.
+            sm_scale: softmax_scale; default `1 / sqrt(head_dim)`.
+            rope_scale, rope_theta: of "ROPE_LLAMA"; default 1 and 1e4.
+            non_blocking: copy host tables without blocking.
+            block_tables: kept as `_block_tables`. With backend "cudnn" its width bounds the lengths; without it plan
+                synchronises to read them.
+            seq_lens: int32, uint32 or int64 `[batch_size]`; lengths, instead of those by last_page_len.
+            fixed_split_size: splits each request into chunks of this many pages, rounded up to 64 tokens; None or -1:
+                no chunks. The result of a request then has the same bits alone and in any batch.
+            disable_split_kv: requests are not split. The result of a request then has the same bits alone and in any
+                batch.
+            q_len_per_req: query tokens of each request, its last ones; each attends to the keys up to its own position.
+            is_causal: False means window_right = -1; None and True change nothing.
+
+        Raises:
+            ValueError: shapes or sizes; lengths below q_len_per_req, if all tables are on the host.
+            TypeError: dtypes.
+            KeyError: pos_encoding_mode.
+            NotImplementedError: window_right with backend "cudnn".
+            UnsupportedError: the backend does not support the request.
+        """
+        self._forget_plan()
+        batch_size, own = self._check_table(indptr, indices, last_page_len, seq_lens), self._plan
+        self._check_q_len(q_len_per_req)
+        options = (
+            batch_size, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, window_right,
+            logits_soft_cap, q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta,
+            fixed_split_size, disable_split_kv, q_len_per_req, is_causal, own.most_ctas, is_on(),
+        )  # fmt: skip
+        shape = self._shapes.find(options) or self._new_shape(options)
+        if q_len_per_req != 1:
+            self._check_lengths(indptr, last_page_len, seq_lens, page_size, q_len_per_req)
+        if self._use_cuda_graph:
+            starts, last, pages = own.indptr, own.last_page_len, own.page_indices
+            arguments.copy_tables((starts, last, pages), (indptr, last_page_len, indices), non_blocking)
+        else:
+            starts = self._on_device("indptr", indptr, non_blocking)
+            last = self._on_device("last_page_len", last_page_len, non_blocking)
+            pages = self._on_device("indices", indices, non_blocking)
+        tables = {"indptr": starts, "last_page_len": last, "page_indices": pages, "block_tables": block_tables}
+        self._end(shape, (starts, last, seq_lens), tables, non_blocking)
+
+    begin_forward = plan
 
     @method_with_lse
     @fi_api(trace=trace.paged_decode, planned=trace.PLANNED_DECODE)

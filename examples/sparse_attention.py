@@ -205,6 +205,20 @@ def dense_gap(model: Any, prompts: list[list[int]], generated: list[list[int]]) 
     return worst
 
 
+def compare(device: str, tokens: int, top_k: int) -> dict[str, Any]:
+    """Serves the prompts with all keys chosen, as many as the longest text has, and with top_k of them."""
+    lengths, said = (5, 40, 17, 1), dict[str, Any]()
+    for name, chosen in (("all", max(lengths) + tokens), ("few", top_k)):
+        torch.manual_seed(0)
+        model = DeepseekV32ForCausalLM(DeepseekV32Config(**SHAPE, index_topk=chosen)).eval().to(device)
+        prompts = [torch.randint(0, 512, (n,)).tolist() for n in lengths]
+        generated, found = serve(model, prompts, tokens)
+        said[name] = {**found, "top_k": chosen, "generated": generated}
+        if name == "all":
+            said[name]["gap"] = dense_gap(model, prompts, generated)
+    return said
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
@@ -212,15 +226,7 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=16)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    said: dict[str, Any] = {}
-    for name, top_k in (("all", 1024), ("few", options.top_k)):
-        torch.manual_seed(0)
-        model = DeepseekV32ForCausalLM(DeepseekV32Config(**SHAPE, index_topk=top_k)).eval().to(options.device)
-        prompts = [torch.randint(0, 512, (n,)).tolist() for n in (5, 40, 17, 1)]
-        generated, found = serve(model, prompts, options.tokens)
-        said[name] = {**found, "top_k": top_k, "generated": generated}
-        if name == "all":
-            said[name]["gap"] = dense_gap(model, prompts, generated)
+    said = compare(options.device, options.tokens, options.top_k)
     if options.json:
         print(json.dumps(said))
         return

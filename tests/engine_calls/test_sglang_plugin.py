@@ -20,6 +20,8 @@ from engine_calls import fake_sglang
 from engine_calls.fake_sglang import PLUGIN, SEAMS, module, parameters, settings
 from families.attention_reference import attention
 from families.harness import assert_close, rand
+from fi_core.attention.ops import decode as decode_ops
+from fi_core.attention.ops import prefill as prefill_ops
 
 PAGE, PAGES, HEADS, DIM = 16, 64, (4, 2), 64
 FP8 = torch.float8_e4m3fn
@@ -186,6 +188,23 @@ def test_layers_of_other_windows_in_pools_of_their_own(plugin: Any, mode: str, d
     server.backend.init_forward_metadata(step)
     for layer, window in zip(server.layers, windows):
         assert_close(server.attend(layer, step), server.expected(window_left=window))
+
+
+@pytest.mark.parametrize("mode", ["EXTEND", "DECODE"])
+def test_a_step_has_one_plan_for_all_layers(plugin: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with settings():
+        server = Server(plugin, "cpu", [{"sliding_window_size": -1}] * 3)
+    made: list[str] = []
+    for ops in (decode_ops, prefill_ops):
+        name = f"{ops.__name__.rpartition('.')[2]}_plan"
+        own = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *x, own=own, name=name, **y: (made.append(name), own(*x, **y)))
+    for _ in range(2):
+        step = server.prepared(STEPS[mode], mode)
+        server.backend.init_forward_metadata(step)
+        for layer in server.layers:
+            assert_close(server.attend(layer, step), server.expected())
+    assert made == ["prefill_plan" if mode == "EXTEND" else "decode_plan"] * 2
 
 
 @pytest.mark.parametrize("mode", ["EXTEND", "DECODE"])

@@ -12,7 +12,7 @@ import transformers
 
 import fi_core
 import fi_core.integrations.transformers as fi
-from fi_core.integrations.plans import attend
+from fi_core.integrations.plans import attend, attend_ragged
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from transformers_models import FAMILIES, small
@@ -72,6 +72,21 @@ def test_the_switch_of_batch_invariance_plans_again(qo_len: int, device: str) ->
     with fi_core.batch_invariant():
         torch.testing.assert_close(attention(), before)
     assert torch.equal(attention(), before)
+
+
+def test_packed_requests_of_other_keys_are_planned_again(device: str) -> None:
+    """The same rows over keys that are cut elsewhere."""
+    q, k = (torch.randn(1, heads, n, 64, device=device, dtype=torch.bfloat16) for heads, n in ((4, 2), (2, 90)))
+    rows, first, second = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1, 2], [0, 30, 90], [0, 60, 90])
+    )
+
+    def attention(kv_indptr: torch.Tensor) -> torch.Tensor:
+        return attend_ragged(q, k, k, rows, kv_indptr, True, 0.125, -1, 0.0, None)
+
+    before = attention(first)
+    assert not torch.equal(attention(second), before)
+    assert torch.equal(attention(first), before)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -264,7 +264,7 @@ def attend_ragged(
         window_left,
         soft_cap,
     )
-    wrapper, planned = _wrapper(slot), (qo_indptr, query.shape[2], key.shape[2], is_on())
+    wrapper, planned = _wrapper(slot), (qo_indptr, kv_indptr, query.shape[2], key.shape[2], is_on())
     if not _is_planned(slot, planned):
         wrapper.plan(
             qo_indptr,

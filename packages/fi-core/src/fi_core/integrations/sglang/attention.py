@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel, get_spec
 
 from fi_core.decode import BlockTablesPlan, trtllm_batch_decode_with_kv_cache
-from fi_core.prefill import trtllm_batch_context_with_kv_cache
+from fi_core.prefill import ContextTablesPlan, trtllm_batch_context_with_kv_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,6 +43,7 @@ class Step:
     starts: torch.Tensor | None = None  # int32 [requests + 1]
     longest: int = 1  # query tokens of a request
     window_slots: torch.Tensor | None = None  # where the window pool receives the new tokens
+    prompts: ContextTablesPlan = field(default_factory=ContextTablesPlan)  # of all layers, where requests differ
 
 
 def _refuse(name: str, required: str, got: Any) -> None:
@@ -260,6 +261,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
             kv_layout="NHD",
             causal=causal,
             logits_soft_cap=soft_cap,
+            plan=step.prompts,
         )
 
 

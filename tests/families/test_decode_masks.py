@@ -125,3 +125,7 @@ def test_ranks_are_checked() -> None:
         trtllm_batch_decode_with_kv_cache(*call, kv_layout="NHD", q_len_per_req=2, cp_world=2)
     with pytest.raises(NotImplementedError, match="cp_world"):
         trtllm_batch_decode_with_kv_cache(*call, kv_layout="NHD", q_len_per_req=2, cp_world=2, window_left=3)
+    both: dict[str, Any] = {"enable_block_sparse_attention": True, "cp_world": 2, "kv_layout": "NHD"}
+    both["causal_seqlens_kv_global"] = p.seq_lens()
+    with pytest.raises(NotImplementedError, match="one of both for q_len_per_req > 1; got \\(True, 2\\)"):
+        trtllm_batch_decode_with_kv_cache(*call, **both, q_len_per_req=2)

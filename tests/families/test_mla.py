@@ -418,6 +418,7 @@ def test_ranks_share_a_context(q_len: int, heads: int, device: str) -> None:
         ({"cp_world": 2}, "cp_world: 1 is required"),
         ({"enable_dcp": True, "cp_world": 2, "cp_rank": 2, "causal_seqlens_kv_global": lens}, "cp_rank must be in"),
         ({"enable_dcp": True, "sparse_mla_top_k": 128}, "enable_dcp: False is required"),
+        ({"backend": "cute_dsl"}, "backend: allowed are auto, .* cute-dsl; got 'cute_dsl'"),
     ):
         with pytest.raises(ValueError, match=words):
             trtllm_batch_decode_with_kv_cache_mla(*arguments, **options)

@@ -150,9 +150,10 @@ def test_functions_have_no_trace_for_options_without_a_reference() -> None:
         (single_decode_with_kv_cache, {"q": q[0], "k": k, "v": k}, {"pos_encoding_mode": "ALIBI", "v_scale": 2.0}),
         (single_prefill_with_kv_cache, {"q": q, "k": k, "v": k}, {"scale_q": q[0, :, 0], "k_scale": 0.5}),
         (trtllm_batch_decode_with_kv_cache, {"query": q, "kv_cache": cache, **tables},
-         {"q_len_per_req": 3, "sinks": q[0, :, 0], "cum_seq_lens_q": offsets, "return_lse": True, "cp_world": 2}),
+         {"q_len_per_req": 3, "sinks": q[0, :, 0], "cum_seq_lens_q": offsets, "return_lse": True, "cp_world": 2,
+          "logits_soft_cap": 5.0}),
         (trtllm_batch_context_with_kv_cache, {"query": q, "kv_cache": cache, "cum_seq_lens_q": offsets, **tables},
-         {"sinks": q[0, :, 0], "return_lse": True, "uses_shared_paged_kv_idx": False}),
+         {"sinks": q[0, :, 0], "return_lse": True, "uses_shared_paged_kv_idx": False, "logits_soft_cap": 5.0}),
     ):  # fmt: skip
         assert fi_trace(function, **arguments)
         for name, value in options.items():

@@ -84,10 +84,9 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
     else:
         buffers = c.plan.buffers(step)
     ops.batch_decode(
-        c.out, c.lse, buffers.partials, buffers.schedule, q, k, v, pages, layout, buffers.num_ctas,
-        buffers.num_ranges, split_kv=buffers.split_kv, q_len=q_len, window_left=c.window_left,
-        soft_cap=c.soft_cap, sm_scale=c.sm_scale[0], out_scale=c.out_scale[0], bmm1_scale=c.sm_scale[1],
-        bmm2_scale=c.out_scale[1], sinks=c.sinks, mask=mask,
+        c.out, c.lse, buffers.partials, buffers.schedule, q, k, v, pages, layout, buffers.num_ctas, buffers.num_ranges,
+        split_kv=buffers.split_kv, q_len=q_len, window_left=c.window_left, soft_cap=c.soft_cap, sm_scale=c.sm_scale[0],
+        out_scale=c.out_scale[0], bmm1_scale=c.sm_scale[1], bmm2_scale=c.out_scale[1], sinks=c.sinks, mask=mask,
         qo_indptr=qo_indptr, k_scales=c.scales[0], v_scales=c.scales[1], enable_pdl=c.enable_pdl,
         v_table_offset=v_table_offset, heads_per_tile=step.heads_per_tile,
     )  # fmt: skip
@@ -124,8 +123,7 @@ def _attend_ragged(c: _Call, qo_indptr: torch.Tensor, most: int | None, name: st
     attend_tables(
         c.out, c.lse, q, c.cache, c.kv_layout, c.block_tables, c.seq_lens, qo_indptr, c.shared_table, causal=True,
         mask=mask, sm_scale=c.sm_scale, out_scale=c.out_scale, window_left=c.window_left, soft_cap=c.soft_cap,
-        sinks=c.sinks,
-        k_scales=c.scales[0], v_scales=c.scales[1], enable_pdl=c.enable_pdl,
+        sinks=c.sinks, k_scales=c.scales[0], v_scales=c.scales[1], enable_pdl=c.enable_pdl,
     )  # fmt: skip
 
 
@@ -179,10 +177,10 @@ def _check_options(by_head: bool, cp_world: int, others: bool, shared_table: boo
     if by_head and not shared_table:
         raise unsupported("uses_shared_paged_kv_idx", False, "pass one table with enable_block_sparse_attention")
     if others:
-        got, advice = (by_head, cp_world), "leave out cum_seq_lens_q and mask, and window_left with cp_world"
-        raise unsupported("enable_block_sparse_attention, cp_world", got, advice)
+        advice = "leave out cum_seq_lens_q and mask, window_left with cp_world, and one of both for q_len_per_req > 1"
+        raise unsupported("enable_block_sparse_attention, cp_world", (by_head, cp_world), advice)
     if kv_cache_sf is not None:
-        raise unsupported("kv_cache_sf", None, "leave out enable_block_sparse_attention")
+        raise unsupported("kv_cache_sf", type(kv_cache_sf).__name__, "leave out enable_block_sparse_attention")
 
 
 def _results(
@@ -303,17 +301,17 @@ def trtllm_batch_decode_with_kv_cache(
     Raises:
         KeyError: backend or kv_layout.
         ValueError: shape, dtype or device.
-        NotImplementedError: NVFP4 output; sparse blocks or context parallelism with cum_seq_lens_q or mask; sparse
-            blocks with separate tables of K and V or with kv_cache_sf; plan with cum_seq_lens_q, sparse blocks or
-            separate tables.
+        NotImplementedError: NVFP4 output; sparse blocks or context parallelism with cum_seq_lens_q or mask; both for
+            several query tokens; sparse blocks with separate tables of K and V or with kv_cache_sf; plan with
+            cum_seq_lens_q, sparse blocks or separate tables.
     """
     code(_BACKENDS, backend, "backend")
     contract.refuse_nvfp4(out, out_dtype, o_sf_scale, o_sf_vec_size)
-    sharded = cp_world != 1 or causal_seqlens_kv_global is not None
-    others = cum_seq_lens_q is not None or mask is not None or (cp_world > 1 and window_left >= 0)
-    if enable_block_sparse_attention or (sharded and others):
-        _check_options(enable_block_sparse_attention, cp_world, others, uses_shared_paged_kv_idx, kv_cache_sf)
     q_len, cache = 1 if q_len_per_req is None else q_len_per_req, contract.cache_pair(kv_cache, kv_layout)
+    by_head, sharded = enable_block_sparse_attention, cp_world != 1 or causal_seqlens_kv_global is not None
+    others = cum_seq_lens_q is not None or mask is not None or (cp_world > 1 and window_left >= 0)
+    if by_head or (sharded and others):
+        _check_options(by_head, cp_world, others or (sharded and q_len > 1), uses_shared_paged_kv_idx, kv_cache_sf)
     contract.check_nvfp4(kv_cache_sf, cache[0], "kv_cache")
     result, lse = _results(query, cache[1], out, lse, return_lse, out_dtype)
     call = _Call(
@@ -324,7 +322,7 @@ def trtllm_batch_decode_with_kv_cache(
         enable_pdl=enable_pdl, disable_split_kv=disable_split_kv, scales=scales_of(kv_cache_sf, kv_layout),
         shared_table=uses_shared_paged_kv_idx, plan=plan, soft_cap=logits_soft_cap,
     )  # fmt: skip
-    return _run(call, q_len, enable_block_sparse_attention, cum_seq_lens_q, max_q_len, return_lse)
+    return _run(call, q_len, by_head, cum_seq_lens_q, max_q_len, return_lse)
 
 
 @fi_api

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fi_core.attention.contract import Scale, check_workspace, flat_tables, number, results
+from fi_core.attention.contract import Scale, check_backend, check_workspace, flat_tables, number, results
 from fi_core.attention.ops import mla as ops
 from fi_core.observe.log import fi_api
 from fi_core.page.latent import WIDTH, latent_cache
@@ -13,6 +13,7 @@ from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import with_lse
 from fi_core.utils import round_up
 
+_BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen", "xqa", "cute-dsl")
 _LSE_BASES = {None: False, "base2": False, "basee": True}
 _SCALE_FORMATS = ("auto", "arbitrary_fp32", "pow2_fp32", "ue8m0")
 
@@ -24,7 +25,10 @@ def _require(when: str = "", **values: tuple[Any, Any]) -> None:
             raise ValueError(f"{name}: {required} is required{when}; got {value!r}")
 
 
-def _check_words(lse_base: str | None, scale_format: str, kv_lora_rank: int, qk_rope_head_dim: int) -> None:
+def _check_words(
+    backend: str, lse_base: str | None, scale_format: str, kv_lora_rank: int, qk_rope_head_dim: int
+) -> None:
+    check_backend(backend, _BACKENDS, ())
     if lse_base not in _LSE_BASES:
         raise ValueError(f"return_lse_base: base2 or basee is required; got {lse_base!r}")
     if scale_format not in _SCALE_FORMATS:
@@ -156,9 +160,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
         out, or (out, lse). With several query tokens attention is causal.
 
     Raises:
-        ValueError: shape, dtype, device, stride or width.
+        ValueError: shape, dtype, device, stride, width or backend.
     """
-    _check_words(return_lse_base, kv_scale_format, kv_lora_rank, qk_rope_head_dim)
+    _check_words(backend, return_lse_base, kv_scale_format, kv_lora_rank, qk_rope_head_dim)
     q, q_len = _rows(query, cum_seq_lens_q is not None)
     shape, sparse = (*query.shape[:-1], ops.LATENT), sparse_mla_top_k > 0
     out, lse = results(query, shape, out, lse, return_lse, query.dtype, q.shape[:2])

@@ -96,9 +96,8 @@ def _planned_schedule(
     schedule = q.new_empty(ops.schedule_words(batch_size, rows, tile_tokens), dtype=torch.int32)
     ops.prefill_plan(
         schedule, qo_indptr, kv_indptr, last_page_len=None, kv_len=kv_len, batch_size=batch_size,
-        tile_tokens=tile_tokens, page_size=page_size,
-        qo_len=0 if qo_indptr is not None else rows, pages_per_request=pages_per_request, causal=bool(causal),
-        window_left=window_left, num_kv_heads=kv_heads,
+        tile_tokens=tile_tokens, page_size=page_size, qo_len=0 if qo_indptr is not None else rows,
+        pages_per_request=pages_per_request, causal=bool(causal), window_left=window_left, num_kv_heads=kv_heads,
         short_tile_tokens=ops.short_tile_tokens(choice, heads, kv_heads, window_left >= 0),
     )  # fmt: skip
     return schedule

@@ -10,7 +10,7 @@ from fi_core.observe.trace import Scalar, Tensor, TraceTemplate, axes_of, dispat
 
 _OTHERS = words(
     "sinks mask kv_cache_sf lse return_lse bmm1_scale_log2 cum_seq_lens_q q_len_per_req enable_block_sparse_attention",
-    "cp_world cp_rank causal_seqlens_kv_global out_dtype o_scale o_sf_scale o_sf_vec_size",
+    "cp_world cp_rank causal_seqlens_kv_global out_dtype o_scale o_sf_scale o_sf_vec_size logits_soft_cap",
 )
 
 

@@ -265,8 +265,7 @@ BATCH_DECODE = Op(
     name="batch_decode",
     family="attention",
     arguments="Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) partials, Tensor(d!) schedule, Tensor q, Tensor k, "
-    "Tensor? v, "
-    "Tensor page_indices, int kv_layout, int num_ctas, int num_ranges, int split_kv, float sm_scale=1.0, "
+    "Tensor? v, Tensor page_indices, int kv_layout, int num_ctas, int num_ranges, int split_kv, float sm_scale=1.0, "
     "float out_scale=1.0, Tensor? sinks=None, bool? enable_pdl=None, Tensor? scale_q=None, Tensor? scale_k=None, "
     "Tensor? scale_v=None, Tensor? bmm1_scale=None, Tensor? bmm2_scale=None, Tensor? k_scales=None, "
     "Tensor? v_scales=None, int q_len=1, int pos_encoding=0, int window_left=-1, float soft_cap=0.0, "

@@ -55,6 +55,11 @@ def test_errors_of_the_constructor(device: str) -> None:
         ({"custom_mask": torch.ones(7)}, ValueError, "custom_mask: a boolean tensor"),
         ({"custom_mask": torch.ones(7, dtype=torch.bool)}, ValueError, "custom_mask: 6560 elements are required"),
         ({"prefix_len_ptr": torch.zeros(5, dtype=torch.int32)}, ValueError, "token_pos_in_items_ptr"),
+        (
+            {"token_pos_in_items_ptr": torch.zeros(5, dtype=torch.uint16), "token_pos_in_items_len": 1},
+            ValueError,
+            "prefix_len_ptr: a tensor is required",
+        ),
         ({"qo_indptr": torch.zeros(6)}, TypeError, "qo_indptr must be int32"),
     ],
 )

@@ -9,7 +9,7 @@ from fi_core.attention.wrappers import pattern_trace
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
-from fi_core.runtime.errors import refuse
+from fi_core.runtime.errors import refuse, unsupported
 from fi_core.runtime.lazy import torch
 
 _VARIANT = r"""
@@ -144,13 +144,12 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         """
         self._forget_plan()
         masks: dict[str, Any] = {"custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask, "causal": causal}
-        masks |= {
-            "window_left": window_left + 1,
-            "prefix_len_ptr": prefix_len_ptr,
-            "max_item_len_ptr": max_item_len_ptr,
-        }
+        masks |= {"prefix_len_ptr": prefix_len_ptr, "max_item_len_ptr": max_item_len_ptr}
         masks |= {"token_pos_in_items_ptr": token_pos_in_items_ptr, "token_pos_in_items_len": token_pos_in_items_len}
-        refuse("the mask is bidirectional_ranges, causal_window_left and range_window_left of run", **masks)
+        instead = "the mask is bidirectional_ranges, causal_window_left and range_window_left of run"
+        if window_left != -1:
+            raise unsupported("window_left", window_left, instead)
+        refuse(instead, **masks)
         refuse("rotate queries and keys before", pos_encoding_mode=encoding(pos_encoding_mode))
         given: dict[str, Any] = dict(zip(_COMPILED, (head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type)))
         for name, value in given.items():

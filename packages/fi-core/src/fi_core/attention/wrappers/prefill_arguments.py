@@ -130,6 +130,8 @@ def items_fields(
     """
     fields = {"prefix_len": prefix_len, "items": None, "item_positions": positions}
     fields |= {"items_len": length, "longest_item": longest}
+    if prefix_len is None and positions is not None:
+        raise ValueError("prefix_len_ptr: a tensor is required with token_pos_in_items_ptr; got None")
     if prefix_len is None:
         return fields
     given = 0 if positions is None else positions.numel()

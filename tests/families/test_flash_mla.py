@@ -249,6 +249,7 @@ LIST = torch.zeros(2, 1, 3, dtype=torch.int32)
         ({"kv": KV[:0]}, "N of 1 or more"),
         ({"indices": LIST.long()}, "indices: torch.int32"),
         ({"indices": LIST[..., :0]}, "K of 1 or more"),
+        ({"indices": LIST.to("meta")}, "indices: a contiguous tensor on cpu is required; got strides .* on meta"),
         ({"d_v": 256}, "d_v: 512 is required"),
         ({"attn_sink": torch.zeros(3)}, "attn_sink: shape must be"),
         ({"topk_length": torch.zeros(3, dtype=torch.int32)}, "topk_length: shape must be"),

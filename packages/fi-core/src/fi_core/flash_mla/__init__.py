@@ -118,7 +118,9 @@ def _listed(name: str, indices: torch.Tensor, shape: tuple[int, ...], q: torch.T
             f"{tuple(indices.shape)}"
         )
     if indices.device != q.device or not indices.is_contiguous():
-        raise ValueError(f"{name}: a contiguous tensor on {q.device} is required; got strides {indices.stride()}")
+        raise ValueError(
+            f"{name}: a contiguous tensor on {q.device} is required; got strides {indices.stride()} on {indices.device}"
+        )
     return indices.flatten(0, -2)
 
 
@@ -209,8 +211,8 @@ def flash_mla_with_kvcache(
             packed pages `[pages, page_size, 1, 584]`, in which page_size rows of 448 e4m3 and 64 bf16 come first, then
             8 bytes for each row: 7 ue8m0 scales of 64 columns, and one without use. With indices, pages of rows may
             be any multiple of a row apart, packed pages any multiple of 16 bytes.
-        block_table: int32 `[batch, max_pages]`; None with indices.
-        cache_seqlens: int32 `[batch]`, tokens of each request, those of q included; None with indices.
+        block_table: int32 `[batch, max_pages]`; not read with indices.
+        cache_seqlens: int32 `[batch]`, tokens of each request, those of q included; not read with indices.
         head_dim_v: 512.
         tile_scheduler_metadata, num_splits: accepted; each call plans on the device.
         softmax_scale: factor of the scores; None: `width of q ** -0.5`, which is not the `192 ** -0.5` of DeepSeek.
@@ -236,10 +238,8 @@ def flash_mla_with_kvcache(
     scale = width**-0.5 if softmax_scale is None else number(softmax_scale, "softmax_scale")
     rows = q.flatten(0, 1)
     if indices is None:
-        _without(
-            extra_indices_in_kvcache=extra_indices_in_kvcache, extra_k_cache=extra_k_cache, topk_length=topk_length
-        )
-        _without(extra_topk_length=extra_topk_length)
+        extra = {"extra_k_cache": extra_k_cache, "extra_indices_in_kvcache": extra_indices_in_kvcache}
+        _without(**extra, topk_length=topk_length, extra_topk_length=extra_topk_length)
         cache = _paged("k_cache", k_cache, q, is_fp8_kvcache, False)
         tables = _of_requests(block_table, cache_seqlens, batch, s_q)
         found = _attend(rows, cache, tables, scale, attn_sink, causal=bool(causal) and s_q > 1)

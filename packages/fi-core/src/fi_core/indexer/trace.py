@@ -27,6 +27,15 @@ def _ragged_reference(  # type: ignore[no-untyped-def]
     return out
 
 
+def _ragged_seen(keys, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits=True, max_seqlen_k=0, **_):  # type: ignore[no-untyped-def]
+    import torch
+
+    start, end = cu_seq_len_k_start[:, None], cu_seq_len_k_end[:, None].clamp(max=keys.shape[0])
+    first = torch.zeros_like(start) if max_seqlen_k else start
+    column = torch.arange(max_seqlen_k or keys.shape[0], device=keys.device)
+    return {"logits": (column >= first) & (column < first + end - start) | clean_logits}
+
+
 def _lengths_of(context_lens, next_n):  # type: ignore[no-untyped-def]
     """The keys of each row, [batch, next_n]."""
     if context_lens.ndim == 2:
@@ -156,9 +165,9 @@ def _paged(draw: Draw, s: Any) -> dict[str, Any]:
     }
 
 
-@sized(num_rows=11, num_keys=150, heads=64, dim=128)
+@sized(num_rows=11, num_keys=150, heads=64, dim=128, clean_logits=True)
 def _make_ragged(draw: Draw, s: Any) -> dict[str, Any]:
-    return _ragged(draw, s)
+    return _ragged(draw, s) | {"clean_logits": s.clean_logits}
 
 
 @sized(num_rows=11, num_keys=150, heads=64, dim=128, top_k=64, relative=False, tie_break=1)
@@ -278,9 +287,14 @@ RAGGED_LOGITS = TraceTemplate(
     },
     outputs={"logits": Tensor(["num_rows", "columns"], dtype="float32")},
     reference=(_logits_of, _ragged_reference),
+    written=_ragged_seen,
     op="mqa_logits",
     make=_make_ragged,
-    samples=(*samples({"heads, dim": _FORMS, "num_rows": (3, 11)}), {"num_rows": 1, "num_keys": 3000}),
+    samples=(
+        *samples({"heads, dim": _FORMS, "num_rows": (3, 11)}),
+        {"num_rows": 1, "num_keys": 3000},
+        {"clean_logits": False},
+    ),
     work=_work(4),
     eager=_ragged_eager,
     tolerance=_EXACT,

@@ -324,7 +324,8 @@ class Engine:
             name = "batch_invariant" if batch_invariant else "draft"
             raise ValueError(f"cuda_graph: False is required with {name}; got True")
         if bool(draft) != bool(scheduler.drafts):
-            raise ValueError(f"draft: a function is required if scheduler.drafts is not 0, only; got {draft!r}")
+            required = "a function" if scheduler.drafts else "None"
+            raise ValueError(f"draft: {required} is required with {scheduler.drafts} drafts a step; got {draft!r}")
         model.multiply = product if batch_invariant else linear
         self.draft = draft
         shape = scheduler.num_pages, 2, scheduler.page_size, model.kv_heads, model.head_dim

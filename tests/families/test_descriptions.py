@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -108,10 +108,15 @@ PLAIN = {
 SIZES = ("num_rows", "num_tokens", "batch_size", "nnz", "kv_len", "rows")
 
 
+def made_of(template: TraceTemplate) -> Collection[str]:
+    """The sizes that its sample takes."""
+    return inspect.signature(template.make).parameters if template.make else ()
+
+
 def small(template: TraceTemplate) -> dict[str, Any]:
     """Sizes of a batch of one length: the usual ones of a wrapper are those of a served model."""
     usual = {"head_dim": 64, "kv_len": 20, "shared_kv_len": 40, "qo_len": 6}
-    return {k: v for k, v in usual.items() if k in inspect.signature(template.make).parameters} if template.plan else {}
+    return {k: v for k, v in usual.items() if k in made_of(template)} if template.plan else {}
 
 
 by_template = pytest.mark.parametrize(
@@ -125,7 +130,7 @@ def test_work_is_of_every_byte(key: Any) -> None:
     template = PLAIN[key]
     assert template.work is not None
     sizes = small(template)
-    if template.plan and "batch_size" in inspect.signature(template.make).parameters:  # type: ignore[arg-type]
+    if template.plan and "batch_size" in made_of(template):
         sizes["batch_size"] = 2
     arguments = template.sample(nasty=False, **sizes)
     work = template.work_of(arguments)
@@ -141,11 +146,7 @@ def test_work_is_of_every_byte(key: Any) -> None:
     assert work.flops >= 0
     assert isinstance(work.bytes, int)
     assert isinstance(work.flops, int)
-    grown = (
-        "n"
-        if "n" in template.axes
-        else next(size for size in SIZES if size in inspect.signature(template.make).parameters)
-    )
+    grown = "n" if "n" in template.axes else next(size for size in SIZES if size in made_of(template))
     larger = template.work_of(template.sample(nasty=False, **{**sizes, grown: 2000 if grown == "n" else 64}))
     assert larger.bytes > work.bytes
 
@@ -271,7 +272,7 @@ NEUTRAL = (
 CALLED = {
     f"{function.__qualname__}-{label}-{place}": (function, template)
     for place, (function, template, label) in enumerate(_TRACE_REGISTRY)
-    if function.__module__.startswith("fi_core.") and (template.make or function.fi_trace.trace is template)
+    if function.__module__.startswith("fi_core.") and (template.make or function.fi_trace.trace is template)  # type: ignore[attr-defined]
 }
 
 

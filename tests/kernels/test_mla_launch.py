@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fi_core.attention.ops.mla import Sizes
+from fi_core.attention.ops.mla import Sizes, words_of
 from kernels.mock_driver import Call, Gpu, Tensor, build_driver, launches, parameters
 
 OUT, Q, CKV, TABLE, SCHEDULE, WORKSPACE = (0x7F001000000 * (i + 1) for i in range(6))
@@ -24,7 +24,7 @@ def mla(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def call(heads: int, page_size: int, implementation: str, pages: int = 32, **change: Any) -> list[Call]:
         cluster = 2 if heads > 64 else 1
-        words = Sizes(RANGES, RANGES, RANGES // cluster, cluster).schedule_words + 8 * BATCH
+        words = words_of(Sizes(RANGES, RANGES, RANGES // cluster, cluster), BATCH) // 2
         cache, q = (576 * page_size, 576, 1), (576 * heads, 576, 1)
         arguments: dict[str, Any] = {
             "out": Tensor(OUT, (BATCH, heads, 512), "bf16"),

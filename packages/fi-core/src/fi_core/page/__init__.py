@@ -6,15 +6,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.observe.log import fi_api
 from fi_core.page import trace
-from fi_core.page.latent import append_sparse_mla_kv_cache as append_sparse_mla_kv_cache
+from fi_core.page.latent import append_sparse_mla_kv_cache
 from fi_core.page.nvfp4 import (
-    nvfp4_quantize_append_paged_kv_cache as nvfp4_quantize_append_paged_kv_cache,
-)
-from fi_core.page.nvfp4 import (
-    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping as nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
-)
-from fi_core.page.nvfp4 import (
-    nvfp4_quantize_append_paged_mla_kv_cache as nvfp4_quantize_append_paged_mla_kv_cache,
+    nvfp4_quantize_append_paged_kv_cache,
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+    nvfp4_quantize_append_paged_mla_kv_cache,
 )
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, at_least
@@ -23,6 +19,17 @@ from fi_core.utils import _unpack_paged_kv_cache, check_shape_dtype_device, int3
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = [
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "append_sparse_mla_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+    "nvfp4_quantize_append_paged_mla_kv_cache",
+]
 
 
 class _AppendConfig(NamedTuple):

@@ -168,8 +168,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     out, lse = results(query, shape, out, lse, return_lse, query.dtype, q.shape[:2])
     causal = not sparse and q_len != 1
     context = _context(enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, sparse, causal)
-    rows = kv_cache.squeeze(1) if kv_cache.ndim == 4 and kv_cache.shape[1] == 1 else kv_cache
-    cache = latent_cache("kv_cache", rows, query, sparse)
+    cache = latent_cache("kv_cache", kv_cache.squeeze(1) if kv_cache.ndim == 4 else kv_cache, query, sparse)
     if sparse:
         tables = sparse_tables(cache.placed(block_tables), sparse_mla_top_k, sparse_mla_top_k_lens, q.shape[0])
     else:

@@ -176,10 +176,13 @@ BATCH_MLA = Op(
         Implementation("mma_sm80", (*at_least(80), _PLAIN_KEYS), _mma_unit, _types, ("fa2",)),
         Implementation("packed_sm80", (*at_least(80), *_PACKED_KEYS), _packed_unit, _types, ("fa2",)),
     ),
-    prebuilt=tuple(  # the models are bf16
-        {"q": "bf16", "kv": kv, "rows": rows, "fixed_splits": fixed}
-        for kv in ("bf16", "e4m3")
-        for rows, fixed in (("narrow", False), ("wide", False), ("wide", True))
+    prebuilt=(  # the models are bf16
+        *(
+            {"q": "bf16", "kv": kv, "rows": rows, "fixed_splits": fixed}
+            for kv in ("bf16", "e4m3")
+            for rows, fixed in (("narrow", False), ("wide", False), ("wide", True))
+        ),
+        {"q": "bf16", "kv": "u8", "rows": "wide", "sparse": True},
     ),
 )
 batch_mla = operator(BATCH_MLA)

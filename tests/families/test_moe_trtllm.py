@@ -114,6 +114,9 @@ def test_fp8_blocks(is_shuffled: bool, device: str) -> None:
         (ids.int(), weights.float()), None, *arguments, *sizes(), None, **options
     )
     assert torch.equal(routed, out)
+    for tokens, scale, required in ((x, arguments[1], "None with torch.bfloat16"), (qx, None, "given with")):
+        with pytest.raises(ValueError, match=f"hidden_states_scale must be {required}"):
+            moe.trtllm_fp8_block_scale_moe(logits, None, tokens, scale, *arguments[2:], *sizes(), None, **options)
 
 
 @pytest.mark.parametrize("tokens", [3, 200])
@@ -328,6 +331,8 @@ def test_fp4_shared_experts(device: str) -> None:
         moe.trtllm_fp4_block_scale_moe(
             logits, None, x, None, *layer_of, *sizes(), None, hidden_states_scale_layout=SfLayout.layout_128x4
         )
+    with pytest.raises(ValueError, match="hidden_states_scale must be None with torch"):
+        moe.trtllm_fp4_block_scale_moe(logits, None, x, s1, *layer_of, *sizes(), None)
 
 
 @pytest.mark.parametrize("tokens", [0, 1])

@@ -84,6 +84,15 @@ def check_tokens(routing_logits: torch.Tensor, hidden_states: torch.Tensor) -> N
         )
 
 
+def check_scale_of_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> None:
+    """Raises ValueError unless quantized tokens have scales, and others have none."""
+    quantized = x.element_size() == 1
+    if quantized != (scale is not None):
+        required = "given" if quantized else "None"
+        got = "None" if scale is None else f"a tensor {list(scale.shape)}"
+        raise ValueError(f"hidden_states_scale must be {required} with {x.dtype} hidden_states; got {got}")
+
+
 def check_mx_scales(name: str, scales: torch.Tensor, shape: tuple[int, int, int], swizzled: bool = False) -> None:
     """Raises ValueError unless there is a byte for each 32 values of matrices of this shape."""
     matrices, rows, columns = shape

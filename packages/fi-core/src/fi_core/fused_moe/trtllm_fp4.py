@@ -9,7 +9,7 @@ from fi_core.fused_moe.formats import dequantized
 from fi_core.fused_moe.layer import TOKENS, Layer, Mixed, Projection
 from fi_core.fused_moe.ops import MXFP4, NVFP4
 from fi_core.fused_moe.routing import Routed, route, unpacked
-from fi_core.fused_moe.trtllm import LayerCall, prepared, run_layer, shared_experts
+from fi_core.fused_moe.trtllm import LayerCall, check_scale_of_tokens, prepared, run_layer, shared_experts
 from fi_core.gemm import block_scaled
 from fi_core.observe.log import fi_api
 from fi_core.quantization.layout import SfLayout
@@ -29,13 +29,12 @@ def _dequantized(p: Launches, x: torch.Tensor, scale: torch.Tensor | None) -> to
     """Tokens as 16-bit floats, without their global scale."""
     import torch
 
+    check_scale_of_tokens(x, scale)
     if x.dtype in (torch.bfloat16, torch.float16):
         return x
-    if scale is None:
-        raise ValueError(f"hidden_states_scale must be given with {x.dtype} hidden_states; got None")
-    if x.dtype is torch.float8_e4m3fn:
+    if scale is not None and x.dtype is torch.float8_e4m3fn:
         return dequantized(p, x, scale, block_scaled.MXFP8, False)
-    if x.dtype is torch.uint8:
+    if scale is not None and x.dtype is torch.uint8:
         return dequantized(p, x, scale, block_scaled.NVFP4, False)
     raise TypeError(f"hidden_states must be bfloat16, float8_e4m3fn or uint8 (fp4); got {x.dtype}")
 

@@ -10,7 +10,15 @@ from fi_core.fused_moe.formats import dequantized, fp8_blocks
 from fi_core.fused_moe.layer import TOKENS, Layer, Mixed, Projection
 from fi_core.fused_moe.ops import MXFP8
 from fi_core.fused_moe.routing import Routed, route, unpacked
-from fi_core.fused_moe.trtllm import LayerCall, check_mx_scales, check_tokens, prepared, run_layer, shared_experts
+from fi_core.fused_moe.trtllm import (
+    LayerCall,
+    check_mx_scales,
+    check_scale_of_tokens,
+    check_tokens,
+    prepared,
+    run_layer,
+    shared_experts,
+)
 from fi_core.gemm import block_scaled
 from fi_core.observe.log import fi_api
 from fi_core.quantization.layout import layout_of
@@ -46,9 +54,7 @@ def _mx_layer(
 ) -> Layer:
     import torch
 
-    if x.dtype is torch.float8_e4m3fn:
-        if x_scale is None:
-            raise ValueError("hidden_states_scale must be given with float8_e4m3fn hidden_states; got None")
+    if x_scale is not None:
         check_mx_scales("hidden_states_scale", x_scale, (1, x.shape[0], x.shape[1]))
         x = dequantized(p, x, x_scale, block_scaled.MXFP8, False)
     mixed, found = Mixed(MXFP8, layout_of(shuffled).value), []
@@ -74,16 +80,15 @@ def _block_layer(
 
     assert up.scale is not None and down.scale is not None
     blocks = (x.shape[1] // 128, x.shape[0])
-    if x.dtype is torch.float8_e4m3fn and (x_scale is None or tuple(x_scale.shape) != blocks):
-        got = None if x_scale is None else list(x_scale.shape)
-        raise ValueError(f"hidden_states_scale must have shape {list(blocks)}; got {got}")
-    x_scale = x_scale.t() if x_scale is not None and x.dtype is torch.float8_e4m3fn else None
+    if x_scale is not None:
+        if tuple(x_scale.shape) != blocks:
+            raise ValueError(f"hidden_states_scale must have shape {list(blocks)}; got {list(x_scale.shape)}")
+        x_scale = x_scale.t()
     first, second = (
         prepared(p, w, name, weight_layout, _BLOCK_TILE, False, shuffled)
         for w, name in ((up, "gemm1_weights"), (down, "gemm2_weights"))
     )
-    names = "gemm1_weights_scale", "gemm2_weights_scale"
-    return fp8_blocks(x, first, second, torch.bfloat16, x_scale, names)
+    return fp8_blocks(x, first, second, torch.bfloat16, x_scale, ("gemm1_weights_scale", "gemm2_weights_scale"))
 
 
 def _run_blocks(
@@ -101,6 +106,7 @@ def _run_blocks(
 ) -> torch.Tensor | list[torch.Tensor]:
     if x.ndim != 2:
         raise ValueError(f"hidden_states must have shape [tokens, hidden]; got {list(x.shape)}")
+    check_scale_of_tokens(x, x_scale)
     _are_e4m3(gemm1_weights=up.weight, gemm2_weights=down.weight)
     kind = (
         Fp8QuantizationType.DeepSeekFp8 if fp8_quantization_type is None else Fp8QuantizationType(fp8_quantization_type)

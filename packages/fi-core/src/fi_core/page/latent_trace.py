@@ -23,7 +23,8 @@ def _reference(kv, kv_cache, slot_mapping, scale_format="auto"):  # type: ignore
         )
         offset = slot % page_size
         groups = row[:codes].float().view(-1, group)
-        scale = (groups.abs().amax(1) / 448).clamp(min=2.0**-126)
+        scale = (groups.abs().amax(1).double() / 448).float()  # in fp32, torch on CUDA multiplies by 1 / 448
+        scale = scale.clamp(min=2.0**-126)
         if packed or scale_format == "pow2_fp32":
             mantissa, exponent = torch.frexp(scale)
             scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
@@ -47,7 +48,7 @@ def _eager(kv, kv_cache, slot_mapping, scale_format="auto"):  # type: ignore[no-
     packed, page_size = kv.shape[1] == 512, kv_cache.shape[1]
     codes, group = (448, 64) if packed else (512, 128)
     groups = kv[:, :codes].float().view(len(kv), -1, group)
-    scale = groups.abs().amax(2) / 448
+    scale = (groups.abs().amax(2).double() / 448).float()
     if packed or scale_format == "pow2_fp32":
         scale = scale.clamp(min=2.0**-126).log2().ceil().exp2()
     values = (groups / scale[..., None]).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)

@@ -160,7 +160,10 @@ def group_reference(x, group_size, eps=1e-10, dst_dtype=None, column_major_scale
     info = torch.iinfo(dtype) if dtype == torch.int8 else torch.finfo(dtype)
     groups = x.float().unflatten(-1, (-1, group_size))
     amax = block_amax(groups).clamp(min=eps)
-    scale = torch.exp2(exponents(amax, info.max).float() - 127) if scale_ue8m0 else amax / info.max
+    if scale_ue8m0:
+        scale = torch.exp2(exponents(amax, info.max).float() - 127)
+    else:
+        scale = (amax.double() / info.max).float()  # in fp32, torch on CUDA multiplies by the reciprocal
     q = (groups / scale[..., None]).flatten(-2)
     q = q.nan_to_num(nan=0.0).round() if dtype == torch.int8 else q
     return q.clamp(info.min, info.max).to(dtype), scale

@@ -70,7 +70,7 @@ def test_the_switch_of_batch_invariance_plans_again(qo_len: int, device: str) ->
 
     before = attention()
     with fi_core.batch_invariant():
-        torch.testing.assert_close(attention(), before)
+        torch.testing.assert_close(attention(), before, rtol=2**-7, atol=2**-8)  # weights round to bf16
     assert torch.equal(attention(), before)
 
 

@@ -258,6 +258,7 @@ SAME = [
 SLOWED = "--routine gelu_and_mul --backends torch --batch_size 32768 --hidden_size 8192"
 
 
+@pytest.mark.slow  # alone on the GPU
 def test_equal_is_same_five_percent_is_slower_and_processes_agree(
     tmp_path: Path, environment: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

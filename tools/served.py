@@ -92,22 +92,33 @@ def serve(args: Namespace) -> int:
 
     load()
     make = run if args.device in ("cuda", "cpu") else rehearse
-    start, wrong, count, kernels = time.monotonic(), list[str](), 0, dict[str, str]()
-    places = [Path(fi_core.__file__).parent, *(provider.directory for provider in providers())]
-    wrong += [f"{place}: {OUTSIDE}" for place in places if not place.is_relative_to(args.folder)]
+    start, findings, count, kernels = time.monotonic(), 0, 0, dict[str, str]()
+
+    def finding(text: str) -> None:
+        nonlocal findings
+        findings += 1
+        print(text, flush=True)
+
+    for folder in (Path(fi_core.__file__).parent, *(provider.directory for provider in providers())):
+        if not folder.is_relative_to(args.folder):
+            finding(f"{folder}: {OUTSIDE}")
     for place, function, sizes in chosen(args.models, args.functions):
         count += 1
         try:
             kernels |= make(function, sizes, args.device)
         except Exception as error:  # whatever it is, this call is not served
             what = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-            wrong.append(f"{place}: {function} {dict(sizes)}: {what}")
-    foreign = {name: origin for name, origin in kernels.items() if not set(origin.split(" + ")) <= SHIPPED}
-    wrong += [f"{name}: loaded from {origin}" for name, origin in foreign.items()]
-    wrong += [f"{file}: was compiled" for file in compiled_files()]
+            finding(f"{place}: {function} {dict(sizes)}: {what}")
+        if not count % 50:
+            print(f"{count} calls, {findings} findings, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    for name, origin in kernels.items():
+        if not set(origin.split(" + ")) <= SHIPPED:
+            finding(f"{name}: loaded from {origin}")
+    for file in compiled_files():
+        finding(f"{file}: was compiled")
     served = f"{count} calls on {args.device}, {len(kernels)} kernels, {time.monotonic() - start:.0f} s"
-    print("\n".join([*wrong, f"{served}: {len(wrong)} findings"]))
-    return int(bool(wrong) or not count)
+    print(f"{served}: {findings} findings")
+    return int(bool(findings) or not count)
 
 
 def main(words: list[str]) -> int:

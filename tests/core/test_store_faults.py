@@ -11,7 +11,7 @@ import pytest
 from core import package, toy
 from fi_core.runtime.build import compiler, toolchain
 from fi_core.runtime.errors import MissingKernelError
-from fi_core.runtime.resolve import built, provider, store
+from fi_core.runtime.resolve import Found, built, first_usable, provider, store
 from fi_core.runtime.spec.artifact import Artifact
 
 pytestmark = pytest.mark.usefixtures("tree", "no_other_packages")
@@ -150,6 +150,23 @@ def test_the_reason_of_each_package_is_in_the_error(
     lines = str(error.value).splitlines()[1:]
     assert [line.split(": ")[0].strip() for line in lines] == ["FI_CUBIN_DIR", "store"]
     assert "it does not match its digest" in lines[0] and "is damaged" in lines[1]
+
+
+def test_a_package_whose_file_does_not_load_is_in_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]
+) -> None:
+    """A sound file that the driver refuses, and nothing else: not that no package is installed."""
+    image = toy.artifacts()[1]
+    monkeypatch.setenv(provider.ENV_NAME, str(package.pack(tmp_path / "cubins", {image: b"code"})))
+    monkeypatch.setenv("FI_JIT", "off")
+    fresh()
+
+    def refuse(found: Found) -> None:
+        raise RuntimeError("libcuda.so.1 not found")
+
+    with pytest.raises(MissingKernelError, match=f"FI_CUBIN_DIR: {image.id}: libcuda.so.1 not found") as error:
+        first_usable(image, refuse)
+    assert "is installed" not in str(error.value)
 
 
 def test_with_a_compiler_a_damaged_entry_is_built_again(

@@ -118,10 +118,13 @@ def _compiles(artifact: Artifact) -> bool:
     return env.jit != "off" and compiler.program(artifact) is not None
 
 
-def misses(artifact: Artifact) -> list[tuple[str, str]]:
-    """(place, reason) of each place that has no fitting file, as `fi-core why` and MissingKernelError tell it."""
+def misses(artifact: Artifact, unusable: Iterable[tuple[str, str]] = ()) -> list[tuple[str, str]]:
+    """(place, reason) of each place that has no fitting file, as `fi-core why` and MissingKernelError tell it.
+    unusable: of each package whose file failed to load.
+    """
     # A package is asked for each target that fits, and may answer the same.
-    found = list(dict.fromkeys((provider.name, why) for provider, file, why in answers(artifact) if not file))
+    found = [*unusable]
+    found += dict.fromkeys((provider.name, why) for provider, file, why in answers(artifact) if not file)
     if not found:
         image = artifact.kind == "cubin"
         what, package = ("device binaries", "fi-cubin") if image else ("host modules", "fi-jit-cache")
@@ -130,8 +133,8 @@ def misses(artifact: Artifact) -> list[tuple[str, str]]:
     return [*found, *(complaints or [("store", f"has no {compiler.key(artifact)}")])]
 
 
-def _missing(artifact: Artifact) -> MissingKernelError:
-    return MissingKernelError.of(artifact, misses(artifact))
+def _missing(artifact: Artifact, unusable: Iterable[tuple[str, str]] = ()) -> MissingKernelError:
+    return MissingKernelError.of(artifact, misses(artifact, unusable))
 
 
 def _stored(directory: Path, artifact: Artifact, origin: str) -> Found | None:
@@ -279,19 +282,28 @@ def first_usable(
     """What `use` makes of the first file that can be used, and that file.
 
     A prebuilt file that fails to load is skipped, and the reason is logged; one that another process removes from the
-    store is built again. Raises RuntimeError if none is left.
+    store is built again.
+
+    Raises:
+        RuntimeError: none is left.
+        MissingKernelError: none is left and FI_JIT=off; the text names what failed.
     """
     lost = RuntimeError(f"{artifact.id} could not be loaded")
-    for found in itertools.chain(places or find(artifact), (built(artifact) for _ in range(_ATTEMPTS))):
-        try:
-            return use(found), found
-        except (RuntimeError, OSError) as error:
-            if found.origin not in ("store", "jit"):
-                note(found.origin, f"{artifact.id}: {error}")
-                continue
-            lost = RuntimeError(f"{artifact.id} could not be loaded from {found.path}: {error}")
-            if isinstance(error, RuntimeError):
-                raise lost from error
+    unusable: list[tuple[str, str]] = []
+    try:
+        for found in itertools.chain(places or find(artifact), (built(artifact) for _ in range(_ATTEMPTS))):
+            try:
+                return use(found), found
+            except (RuntimeError, OSError) as error:
+                if found.origin not in ("store", "jit"):
+                    unusable.append((found.origin, f"{artifact.id}: {error}"))
+                    note(*unusable[-1])
+                    continue
+                lost = RuntimeError(f"{artifact.id} could not be loaded from {found.path}: {error}")
+                if isinstance(error, RuntimeError):
+                    raise lost from error
+    except MissingKernelError:
+        raise _missing(artifact, unusable) from None
     raise lost
 
 

@@ -110,7 +110,8 @@ def _top_k_reference(input, k, sorted=False, tie_break=0):  # type: ignore[no-un
     for i, row in enumerate(input):
         chosen = _segment_reference(row, k, tie_break == 2)
         if sorted:
-            chosen = chosen[row[chosen].double().argsort(descending=True, stable=True)]
+            ranked = row[chosen].double().nan_to_num(nan=float("inf"), posinf=1.7e308, neginf=-float("inf"))
+            chosen = chosen[ranked.argsort(descending=True, stable=True)]  # torch on CUDA sorts -NaN apart from NaN
         indices[i] = chosen
     return input.gather(1, indices), indices
 

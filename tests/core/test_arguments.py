@@ -129,7 +129,7 @@ def test_a_generated_header_has_the_config_of_the_entries(op: Op) -> None:
     for (kind, _), hint in zip(found, get_type_hints(op.config).values()):
         assert kind == (hint.__name__ if issubclass(hint, IntEnum) else "int64_t")
         if issubclass(hint, IntEnum):
-            body = re.search(rf"enum class {kind} : int64_t {{\n(.*?)}};", text, re.DOTALL)
+            body = re.search(rf"enum class {kind} : int64_t {{(.*?)}};", text)
             assert body
             pairs = re.findall(r"(\w+) = (-?\d+),", body[1])
             assert {name: int(value) for name, value in pairs} == {m.name: m.value for m in hint}

@@ -71,13 +71,13 @@ class UserModule(base.JitSpec):
     def _bind_entry(self, device: int) -> Callable[..., Any]:
         images = [artifact for artifact in self.artifacts if artifact.kind == "cubin"]
         if not images:
-            return bind_artifacts(self.name, (self.host,), (), 0).bound  # type: ignore[no-any-return]
+            return bind_artifacts(self.name, (self.host,), (), 0).run
         found = driver()
         gpus = found.gpus if found else ()
         if not 0 <= device < len(gpus):
             raise ValueError(f"device: must be the index of one of {len(gpus)} visible GPUs; got {device}")
         image = _image(self.name, cuda_target(*gpus[device].capability), images[0])
-        return bind_artifacts(self.name, (self.host, image), self.entries, device).bound  # type: ignore[no-any-return]
+        return bind_artifacts(self.name, (self.host, image), self.entries, device).run
 
 
 class _Declared(Operator):

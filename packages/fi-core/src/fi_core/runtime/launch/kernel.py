@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -21,18 +21,14 @@ _open_files: list[int] = []  # descriptors of their files
 
 
 class Kernel(NamedTuple):
-    """What a host module has bound: `bound` is its address, or the function of a user's module; `origins` has the
-    origin of each file.
+    """A kernel that a host module has bound, and its address there. run: launches it for the values of a call, past all
+    choices; a rehearsed kernel tells what it would launch. origins: of each file.
     """
 
     bound: Any
     name: str
     origins: dict[str, Found]
-    module: Any
-
-    def run(self, *values: Any) -> str | None:
-        """Launches it for the values of a call, past all choices; a rehearsed kernel tells what it would launch."""
-        return self.module["run"](self.bound, *values)  # type: ignore[no-any-return]
+    run: Callable[..., str | None]
 
 
 def load_module(found: Found) -> Any:
@@ -79,10 +75,13 @@ def rehearsed_module(op: Op, kind: str) -> Any:
         return load_module(found)
 
 
-def _words(entries: Sequence[Entry]) -> list[Any]:
-    """Kernel entries in the format of a host module's `bind`."""
+def _bind(module: Any, name: str, origins: dict[str, Found], image: Sequence[Any], entries: Sequence[Entry]) -> Kernel:
+    """A kernel of a host module. image: the device binary and its capability, device, multiprocessors and shared_limit;
+    empty on a CPU.
+    """
     words = (w for e in entries for w in (e.name, e.threads, e.shared_bytes, len(e.config), *map(int, e.config)))
-    return [len(entries), *words]
+    bound = module["bind"](name, checks_contents("cuda" if image else "cpu"), *image, len(entries), *words)
+    return Kernel(bound, name, origins, functools.partial(module["run"], bound))
 
 
 def bind_artifacts(name: str, artifacts: Sequence[Artifact], entries: Sequence[Entry], device: int) -> Kernel:
@@ -91,16 +90,18 @@ def bind_artifacts(name: str, artifacts: Sequence[Artifact], entries: Sequence[E
     """
     host, *images = artifacts
     if not images:
-        module, host_found = first_usable(host, load_module)
-        return Kernel(module["bind"](name, checks_contents("cpu")), name, {"host": host_found}, module)
+        module, found = first_usable(host, load_module)
+        return _bind(module, name, {"host": found}, (), ())
     (image,), places = images, find(*images)
     start([host])  # both compilers at once: a cold first call costs the slower one
     places = chain([next(places)], places)
-    module, host_found = first_usable(host, load_module)
-    given = image.target.capability, device, 0, 0, *_words(entries)
-    checks = checks_contents("cuda")
-    bound, found = first_usable(image, lambda file: module["bind"](name, checks, file.content(), *given), places)
-    return Kernel(bound, name, {"host": host_found, "cubin": found}, module)
+    module, found = first_usable(host, load_module)
+
+    def use(file: Found) -> Kernel:
+        given = file.content(), image.target.capability, device, 0, 0
+        return _bind(module, name, {"host": found, "cubin": file}, given, entries)
+
+    return first_usable(image, use, places)[0]  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -117,7 +118,5 @@ def rehearse(spec: Spec, multiprocessors: int, shared_limit: int, entries: tuple
     """
     unit = spec.unit()
     assert unit is not None, f"{spec}: only a CUDA spec can be rehearsed"
-    module = rehearsed_module(spec.op, "cuda")
-    device = spec.target.capability, 0, multiprocessors, shared_limit
-    bound = module["bind"](spec.name, False, None, *device, *_words(entries or unit.entries))
-    return Kernel(bound, spec.name, {}, module)
+    image = None, spec.target.capability, 0, multiprocessors, shared_limit
+    return _bind(rehearsed_module(spec.op, "cuda"), spec.name, {}, image, entries or unit.entries)

@@ -93,6 +93,7 @@ inline const Kernel* read(As<const Kernel*>, const TVMFFIAny& any, const char* n
   FI_CHECK(any.type_index == kTVMFFIOpaquePtr, TypeError, "%s must be what bind returned", name);
   return static_cast<const Kernel*>(any.v_ptr);
 }
+inline TVMFFIAny read(As<TVMFFIAny>, const TVMFFIAny& any, const char*) { return any; }
 // Text or bytes.
 inline std::string_view read(As<std::string_view>, const TVMFFIAny& any, const char* name) {
   const int32_t type = any.type_index;
@@ -102,26 +103,6 @@ inline std::string_view read(As<std::string_view>, const TVMFFIAny& any, const c
   FI_CHECK(is_object || type == kTVMFFIByteArrayPtr, TypeError, "%s must be a string or bytes", name);
   const auto* found = is_object ? content<TVMFFIByteArray>(any.v_obj) : static_cast<const TVMFFIByteArray*>(any.v_ptr);
   return {found->data, found->size};
-}
-inline std::string read(As<std::string>, const TVMFFIAny& any, const char* name) {
-  return std::string(read(As<std::string_view>(), any, name));
-}
-
-[[gnu::noinline, gnu::cold]] inline int set_raised(const char* label, const char* kind, const char* text) {
-  TVMFFIErrorSetRaisedFromCStr(kind, (std::string(label) + ": " + text).c_str());
-  return -1;
-}
-
-template <class F>
-int guarded(const char* label, F&& body) noexcept {
-  try {
-    body();
-    return 0;
-  } catch (const Error& e) {
-    return set_raised(label, e.kind, e.what());
-  } catch (const std::exception& e) {
-    return set_raised(label, "RuntimeError", e.what());
-  }
 }
 
 // The values of a call.
@@ -137,18 +118,55 @@ struct Values {
   Values from(int32_t begin) const { return {any + begin, count - begin}; }
 };
 
+struct Raised {};  // thrown where tvm-ffi knows the error
+
+// Calls `function(values, result)`: 0, or -1 where an error is raised. `label` begins the text of the error.
+template <class F>
+int guarded(const char* label, F&& function, const TVMFFIAny* any, int32_t count, TVMFFIAny* result) noexcept {
+  try {
+    function(Values{any, count}, result);
+    return 0;
+  } catch (const Raised&) {
+  } catch (const std::exception& error) {
+    const auto* own = dynamic_cast<const Error*>(&error);
+    TVMFFIErrorSetRaisedFromCStr(own ? own->kind : "RuntimeError", (std::string(label) + ": " + error.what()).c_str());
+  }
+  return -1;
+}
+
+// A result: the type of a value, and the value or its address.
+inline void set(TVMFFIAny* result, int32_t type, int64_t word) { *result = {type, {0}, {word}}; }
+
+// Its kernel lives as long as the process: tables may lead to it.
+inline void bind(const Values& v, TVMFFIAny* result) {
+  set(result, kTVMFFIOpaquePtr, reinterpret_cast<int64_t>(new Kernel(v)));
+}
+
+// Hands an object to a function that calls and owns it, which becomes the result.
+template <class T>
+void to_function(T* object, TVMFFIAny* result) {
+  const auto call = [](void* self, const TVMFFIAny* any, int32_t count, TVMFFIAny* returned) {
+    T& callable = *static_cast<T*>(self);
+    return guarded(callable.label(), callable, any, count, returned);
+  };
+  const auto release = [](void* self) { delete static_cast<T*>(self); };
+  TVMFFIObjectHandle function = nullptr;
+  FI_CHECK(TVMFFIFunctionCreate(object, call, release, &function) == 0, RuntimeError, "TVMFFIFunctionCreate failed");
+  set(result, kTVMFFIFunction, reinterpret_cast<int64_t>(function));
+}
+
 // What bind gets: name and checks; with device code, image, capability, device, multiprocessors and shared_limit (of a
 // rehearsal, which has no image); then the number of kernel entries, and for each its name, threads, shared bytes, n,
 // and n integers of config.
-inline Kernel::Kernel(const Values& v) : spec(v.get<std::string>(0, "name")), checks(v.get<bool>(1, "checks")) {
+inline Kernel::Kernel(const Values& v) : spec(v.get<std::string_view>(0, "name")), checks(v.get<bool>(1, "checks")) {
 #if FI_CUDA
   int32_t at = 3;
   const auto next = [&] { return v.get<int64_t>(at++, "bind's integer"); };
   capability = next(), device = next();
-  rehearsal = {next(), next()};
+  rehearsed_multiprocessors = next(), rehearsed_shared_limit = next();
   entries = std::vector<Entry>(static_cast<size_t>(next()));
   for (Entry& entry : entries) {
-    entry.name = v.get<std::string>(at++, "entry");
+    entry.name = v.get<std::string_view>(at++, "entry");
     entry.threads = next(), entry.shared_bytes = next();
     entry.config.resize(static_cast<size_t>(next()));
     for (int64_t& value : entry.config) value = next();
@@ -167,23 +185,11 @@ inline Kernel::Kernel(const Values& v) : spec(v.get<std::string>(0, "name")), ch
 #endif
 }
 
-// Hands an object to a function that calls it, which becomes the result.
-template <class T>
-void to_function(T* object, TVMFFISafeCallType call, TVMFFIAny* result) {
-  TVMFFIObjectHandle function = nullptr;
-  if (TVMFFIFunctionCreate(object, call, [](void* self) { delete static_cast<T*>(self); }, &function)) {
-    delete object;
-    raise("RuntimeError", "TVMFFIFunctionCreate failed");
-  }
-  result->type_index = kTVMFFIFunction, result->zero_padding = 0;
-  result->v_obj = static_cast<TVMFFIObject*>(function);
-}
-
 }  // namespace fi
 
 // A function of the module for tvm-ffi; `label` begins its errors.
 #define FI_EXPORT(name, label, function)                                                                             \
   extern "C" __attribute__((visibility("default"))) int __tvm_ffi_##name(void*, const TVMFFIAny* any, int32_t count, \
                                                                          TVMFFIAny* result) {                        \
-    return ::fi::guarded(label, [&] { function(::fi::Values{any, count}, result); });                                \
+    return ::fi::guarded(label, function, any, count, result);                                                       \
   }

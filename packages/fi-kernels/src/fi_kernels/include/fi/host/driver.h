@@ -60,7 +60,6 @@ struct LaunchConfig {
 struct Driver {
   Result (*Init)(unsigned);
   Result (*LibraryLoadData)(Library*, const void*, void*, void*, unsigned, void*, void*, unsigned);
-  Result (*LibraryUnload)(Library);
   Result (*LibraryGetKernel)(Kernel*, Library, const char*);
   Result (*KernelGetFunction)(Function*, Kernel);
   Result (*KernelSetAttribute)(int, int, Kernel, Device);
@@ -107,7 +106,6 @@ struct Driver {
     } table[] = {
         {&d.Init, "cuInit"},
         {&d.LibraryLoadData, "cuLibraryLoadData"},
-        {&d.LibraryUnload, "cuLibraryUnload"},
         {&d.LibraryGetKernel, "cuLibraryGetKernel"},
         {&d.KernelGetFunction, "cuKernelGetFunction"},
         {&d.KernelSetAttribute, "cuKernelSetAttribute"},

@@ -49,8 +49,6 @@ struct Values;
 
 struct Kernel {
   explicit Kernel(const Values& bound);  // what `bind` gets
-  Kernel(const Kernel&) = delete;
-  Kernel& operator=(const Kernel&) = delete;
 
   std::string spec;
   bool checks = false;  // of contents, where nothing is rehearsed or captured
@@ -65,13 +63,7 @@ struct Kernel {
   cu::Library library = nullptr;  // null: a rehearsal, nothing runs
   int64_t device = 0;             // the GPU that it is bound to
   std::vector<Entry> entries;
-  struct {
-    int64_t multiprocessors = 0, shared_limit = 0;
-  } rehearsal;  // the device that a kernel without one is to be shaped for
-
-  ~Kernel() {
-    if (library) cu::Driver::get().LibraryUnload(library);
-  }
+  int64_t rehearsed_multiprocessors = 0, rehearsed_shared_limit = 0;  // of the device that a rehearsal is for
 
   // Whether it runs on tensors of a device: on every GPU of the compute capability that it is bound to.
   bool serves(DLDevice other) const {
@@ -95,11 +87,11 @@ struct Kernel {
   bool pdl(int64_t asked) const { return asked < 0 ? capability >= 90 : asked != 0 && capability >= 90; }
 
   int64_t multiprocessors(DLDevice device) const {
-    return library ? cu::attribute<cu::kMultiprocessorCount>(device.device_id) : rehearsal.multiprocessors;
+    return library ? cu::attribute<cu::kMultiprocessorCount>(device.device_id) : rehearsed_multiprocessors;
   }
   // The most dynamic shared memory of a CTA.
   int64_t shared_limit(DLDevice device) const {
-    return library ? cu::attribute<cu::kSharedBytesOfBlock>(device.device_id) : rehearsal.shared_limit;
+    return library ? cu::attribute<cu::kSharedBytesOfBlock>(device.device_id) : rehearsed_shared_limit;
   }
   // Describes a tensor of 8- or 16-bit elements for bulk tensor copies; strides in bytes, those of dimensions 1
   // and up. swizzle: 128, 64 or 32 bytes.

@@ -28,11 +28,6 @@ int64_t word(T value) {
   return static_cast<int64_t>(value);
 }
 
-inline void set_number(TVMFFIAny* result, int64_t number) {
-  result->type_index = kTVMFFIInt;
-  result->zero_padding = 0;
-  result->v_int64 = number;
-}
 [[gnu::noinline, gnu::cold]] inline void set_text(TVMFFIAny* result, const std::string& text) {
   const TVMFFIByteArray bytes{text.data(), text.size()};
   FI_CHECK(TVMFFIStringFromByteArray(&bytes, result) == 0, RuntimeError, "TVMFFIStringFromByteArray failed");
@@ -43,11 +38,12 @@ struct KeptTensor {
   DLTensor tensor{};
   std::array<int64_t, 16> sizes;
 
-  void keep(const Tensor& t) {
+  Tensor keep(const Tensor& t) {
     FI_CHECK(t.ndim() <= 8, ValueError, "%s has too many dimensions", t.name());
     tensor = *t.dlpack();
     tensor.shape = sizes.data(), tensor.strides = sizes.data() + t.ndim();
     for (int i = 0; i < t.ndim(); ++i) tensor.shape[i] = t.size(i), tensor.strides[i] = t.stride(i);
+    return {&tensor, t.name()};
   }
 };
 
@@ -86,7 +82,7 @@ class Module {
     const auto* node = table.find(words);
     if (!node) return set_text(result, text_of(words));
     enter(*node->kernel, a, {nullptr, 0});
-    set_number(result, node->choice);
+    set(result, kTVMFFIInt, node->choice);
   }
   [[gnu::noinline, gnu::cold]] static std::string text_of(const Words& words) {
     std::string text;
@@ -119,10 +115,6 @@ class Module {
     enter(kernel, a, v.from(1 + kCount));
     if (!launches.empty()) set_text(result, launches);
   }
-  static void bind(const Values& v, TVMFFIAny* result) {
-    result->type_index = kTVMFFIOpaquePtr, result->zero_padding = 0;
-    result->v_ptr = new Kernel(v);  // lives as long as the process: tables may lead to it
-  }
   static void learn(const Values& v, TVMFFIAny*) { add(v, known); }
   static void forget(const Values&, TVMFFIAny*) { Known::forget(); }
 
@@ -134,20 +126,14 @@ class Module {
       if (const auto* node = known.of_choice(v.get<int64_t>(0, "choice")))
         known_.add(node->words, node->kernel, node->choice);
       plan_.each_tensor([this](auto& t) {
-        if (!t) return;
-        KeptTensor& kept = kept_.at(used_++);
-        kept.keep(t);
-        t = {&kept.tensor, t.name()};
+        if (t) t = kept_.at(used_++).keep(t);
       });
     }
-    static int call(void* self, const TVMFFIAny* any, int32_t count, TVMFFIAny* result) {
-      return guarded(kOp, [&] {
-        auto& planned = *static_cast<Planned*>(self);
-        const Values v{any, count};
-        if (count > 0 && any[0].type_index == kTVMFFIInt) return add(v, planned.known_);  // no op begins with a number
-        expect(v, Args::kCount);
-        find_and_enter(Args::from(planned.plan_, v), planned.known_, result);
-      });
+    static const char* label() { return kOp; }
+    void operator()(const Values& v, TVMFFIAny* result) {
+      if (v.count > 0 && v.any[0].type_index == kTVMFFIInt) return add(v, known_);  // no op begins with a number
+      expect(v, Args::kCount);
+      find_and_enter(Args::from(plan_, v), known_, result);
     }
 
    private:
@@ -158,14 +144,12 @@ class Module {
   };
   static void plan(const Values& v, TVMFFIAny* result) {
     expect(v, 1 + Plan::kCount);
-    if constexpr (Plan::kCount > 0) to_function(new Planned(v), Planned::call, result);
+    if constexpr (Plan::kCount > 0) to_function(new Planned(v), result);
   }
 };
 
-template <class Args>
-Args args_of(void (*)(const Kernel&, const Args&));
-template <class Args, class More>
-Args args_of(void (*)(const Kernel&, const Args&, const More&));
+template <class Args, class... More>
+Args args_of(void (*)(const Kernel&, const Args&, const More&...));
 
 }  // namespace fi
 
@@ -174,7 +158,7 @@ Args args_of(void (*)(const Kernel&, const Args&, const More&));
   FI_EXPORT(call, FiModule::kOp, FiModule::call)                                         \
   FI_EXPORT(request, FiModule::kOp, FiModule::request)                                   \
   FI_EXPORT(run, FiModule::kOp, FiModule::run)                                           \
-  FI_EXPORT(bind, "bind", FiModule::bind)                                                \
+  FI_EXPORT(bind, "bind", ::fi::bind)                                                    \
   FI_EXPORT(follow, "follow", ::fi::follow)                                              \
   FI_EXPORT(learn, "learn", FiModule::learn)                                             \
   FI_EXPORT(forget, "forget", FiModule::forget)                                          \

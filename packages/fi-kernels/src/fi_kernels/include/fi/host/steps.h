@@ -18,16 +18,62 @@ class Steps {
   // The words: how many tensors of a call must have their form; the number of all forms, and each: scratch as bytes,
   // then the tensors of a call; then for each step its function, the number of its values, and each. All tensors lie in
   // one address space, where the forms ascend and leave room for their views.
-  explicit Steps(const Values& words) : words_(words), checked_(1 + size()), forms_(size()) {
+  explicit Steps(const Values& words) {
+    int32_t at = 0;
+    const auto next = [&] { return words.get<TVMFFIAny>(at++, "a word"); };
+    const auto size = [&] { return static_cast<size_t>(words.get<int64_t>(at++, "a word")); };
+    checked_ = 1 + size();
+    forms_ = std::vector<Form>(size());
     FI_CHECK(forms_.size() <= kMost, ValueError, "a plan has at most %zu tensors; got %zu", kMost, forms_.size());
     for (Form& form : forms_) form.read(next());
-    while (at_ < words_.count) read_step();
+    while (at < words.count) {
+      const TVMFFIAny function = next();
+      FI_CHECK(function.type_index == kTVMFFIFunction, TypeError, "a step of a plan must be a function");
+      TVMFFIObjectIncRef(function.v_obj);
+      steps_.push_back({Object(function.v_obj), std::vector<Value>(size())});
+      std::vector<Value>& values = steps_.back().values;
+      FI_CHECK(values.size() <= kMost, ValueError, "a step has at most %zu values; got %zu", kMost, values.size());
+      for (Value& value : values) value.read(next(), forms_);
+    }
   }
 
-  static int call(void* self, const TVMFFIAny* any, int32_t count, TVMFFIAny* result) {
-    int failed = 0;
-    const int raised = guarded("plan", [&] { failed = static_cast<const Steps*>(self)->run({any, count}, result); });
-    return raised ? raised : failed;
+  static const char* label() { return "plan"; }
+  void operator()(const Values& given, TVMFFIAny* result) const {
+    set(result, kTVMFFIInt, 0);
+    if (static_cast<size_t>(given.count) != forms_.size()) return;
+    std::array<const DLTensor*, kMost> tensors{};
+    for (size_t i = 1; i < forms_.size(); ++i) tensors[i] = as_dltensor(given.any[i]);
+    const DLTensor* const* first = std::find_if(tensors.begin(), tensors.end(), [](auto* t) { return t != nullptr; });
+    if (first == tensors.end()) return;
+    const DLDevice device = (*first)->device;
+    for (size_t i = 1; i < checked_; ++i)
+      if (!forms_[i].fits(tensors[i], device)) return;
+    std::array<uintptr_t, kMost> begins{};
+    Object memory;
+    begins[0] = scratch(given.any[0], device, memory);
+    if (!begins[0]) return;
+    for (size_t i = 1; i < forms_.size(); ++i) begins[i] = tensors[i] ? address(*tensors[i]) : 0;
+    std::array<DLTensor, kMost> views;
+    std::array<TVMFFIAny, kMost> values;
+    for (const Step& step : steps_) {
+      for (size_t i = 0; i < step.values.size(); ++i) {
+        const Value& value = step.values[i];
+        values[i] = value.constant;
+        if (!value.is_given()) continue;
+        views[i] = value.tensor;
+        views[i].data = reinterpret_cast<void*>(begins[value.base] + value.offset);
+        views[i].device = device, views[i].byte_offset = 0;
+        values[i].type_index = kTVMFFIDLTensorPtr, values[i].v_ptr = &views[i];
+      }
+      const auto count = static_cast<int32_t>(step.values.size());
+      TVMFFIAny found{};
+      if (TVMFFIFunctionCall(step.function.get(), values.data(), count, &found)) throw Raised();
+      if (found.type_index != kTVMFFIInt) {  // the words of a request
+        *result = found;
+        return;
+      }
+    }
+    *result = TVMFFIAny{};
   }
 
  private:
@@ -65,36 +111,20 @@ class Steps {
     TVMFFIAny constant{};
     size_t base = 0;
     uintptr_t offset = 0;
+
+    void read(const TVMFFIAny& any, const std::vector<Form>& forms) {
+      constant = any;
+      if (any.type_index <= kTVMFFIFloat) return;
+      Form::read(any);
+      const uintptr_t place = address(tensor);  // 0: no elements, and so no place
+      for (size_t i = 0; i < forms.size(); ++i)
+        if (const uintptr_t form = address(forms[i].tensor); form && form <= place) base = i, offset = place - form;
+    }
   };
   struct Step {
     Object function;
     std::vector<Value> values;
   };
-
-  const TVMFFIAny& next() {
-    FI_CHECK(at_ < words_.count, ValueError, "the words of a plan are cut off");
-    return words_.any[at_++];
-  }
-  size_t size() { return static_cast<size_t>(fi::read(As<int64_t>(), next(), "word")); }
-  void read_step() {
-    const TVMFFIAny& function = next();
-    FI_CHECK(function.type_index == kTVMFFIFunction, TypeError, "a step of a plan must be a function");
-    TVMFFIObjectIncRef(function.v_obj);
-    Step step{Object(function.v_obj), std::vector<Value>(size())};
-    FI_CHECK(step.values.size() <= kMost, ValueError, "a step has at most %zu values; got %zu", kMost,
-             step.values.size());
-    for (Value& value : step.values) {
-      const TVMFFIAny& any = next();
-      value.constant = any;
-      if (any.type_index <= kTVMFFIFloat) continue;
-      value.read(any);
-      const uintptr_t place = address(value.tensor);  // 0: no elements, and so no place
-      for (size_t i = 0; i < forms_.size(); ++i)
-        if (const uintptr_t form = address(forms_[i].tensor); form && form <= place)
-          value.base = i, value.offset = place - form;
-    }
-    steps_.push_back(std::move(step));
-  }
 
   // The begin of scratch, which is a part of the workspace, or in memory of torch for one call; 0: the workspace has
   // another form, or not enough bytes.
@@ -117,54 +147,12 @@ class Steps {
     return static_cast<int64_t>(padding) + bytes <= t->shape[0] ? address(*t) + padding : 0;
   }
 
-  int run(const Values& given, TVMFFIAny* result) const {
-    set_number(result, 0);
-    if (static_cast<size_t>(given.count) != forms_.size()) return 0;
-    std::array<const DLTensor*, kMost> tensors{};
-    for (size_t i = 1; i < forms_.size(); ++i) tensors[i] = as_dltensor(given.any[i]);
-    const DLTensor* const* first = std::find_if(tensors.begin(), tensors.end(), [](auto* t) { return t != nullptr; });
-    if (first == tensors.end()) return 0;
-    const DLDevice device = (*first)->device;
-    for (size_t i = 1; i < checked_; ++i)
-      if (!forms_[i].fits(tensors[i], device)) return 0;
-    std::array<uintptr_t, kMost> begins{};
-    Object memory;
-    begins[0] = scratch(given.any[0], device, memory);
-    if (!begins[0]) return 0;
-    for (size_t i = 1; i < forms_.size(); ++i) begins[i] = tensors[i] ? address(*tensors[i]) : 0;
-    std::array<DLTensor, kMost> views;
-    std::array<TVMFFIAny, kMost> values;
-    for (const Step& step : steps_) {
-      for (size_t i = 0; i < step.values.size(); ++i) {
-        const Value& value = step.values[i];
-        values[i] = value.constant;
-        if (!value.is_given()) continue;
-        views[i] = value.tensor;
-        views[i].data = reinterpret_cast<void*>(begins[value.base] + value.offset);
-        views[i].device = device, views[i].byte_offset = 0;
-        values[i].type_index = kTVMFFIDLTensorPtr, values[i].v_ptr = &views[i];
-      }
-      TVMFFIAny found{};
-      if (const int failed =
-              TVMFFIFunctionCall(step.function.get(), values.data(), static_cast<int32_t>(step.values.size()), &found))
-        return failed;
-      if (found.type_index != kTVMFFIInt) {  // the words of a request
-        *result = found;
-        return 0;
-      }
-    }
-    *result = TVMFFIAny{};
-    return 0;
-  }
-
-  Values words_;
-  int32_t at_ = 0;
-  size_t checked_;
+  size_t checked_ = 0;
   std::vector<Form> forms_;
   std::vector<Step> steps_;
 };
 
-inline void make_steps(const Values& words, TVMFFIAny* result) { to_function(new Steps(words), Steps::call, result); }
+inline void make_steps(const Values& words, TVMFFIAny* result) { to_function(new Steps(words), result); }
 
 }  // namespace fi
 

@@ -31,7 +31,7 @@ class Table {
   static void forget() { generation.fetch_add(1); }
 
   const Node* find(const Words& words) const {
-    const Node* node = heads_[chain(words)].load(std::memory_order_acquire);
+    const Node* node = heads_[bucket(words)].load(std::memory_order_acquire);
     while (node && !(node->words == words && is_known(*node))) node = node->next;
     return node;
   }
@@ -42,7 +42,7 @@ class Table {
     return nullptr;
   }
   void add(const Words& words, const Kernel* kernel, int64_t choice) {
-    std::atomic<const Node*>& head = heads_[chain(words)];
+    std::atomic<const Node*>& head = heads_[bucket(words)];
     auto* node = new Node{words, kernel, choice, generation.load(), head.load(std::memory_order_relaxed)};
     while (!head.compare_exchange_weak(node->next, node, std::memory_order_release)) {
     }
@@ -51,7 +51,7 @@ class Table {
  private:
   static inline std::atomic<int64_t> generation{0};
   static bool is_known(const Node& node) { return node.generation == generation.load(std::memory_order_relaxed); }
-  static size_t chain(const Words& words) {
+  static size_t bucket(const Words& words) {
     uint64_t hash = 0;
     for (int64_t word : words) hash = (hash << 5 | hash >> 59) ^ static_cast<uint64_t>(word);
     return hash * 0x9e3779b97f4a7c15u >> 59;

@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from fi_core.runtime.errors import CompileError, MissingKernelError
-from fi_core.runtime.launch.operator import operator_of
+from fi_core.runtime.launch.operator import operators
 from fi_core.runtime.machine import target_of
 from fi_core.runtime.resolve import wait_for_begun
 from fi_core.runtime.resolve.ahead import begun
@@ -29,4 +29,4 @@ def load_begun(device: torch.device | None = None) -> None:
         spec = begun.pop()
         if spec.target == target_of(device):
             with contextlib.suppress(CompileError, MissingKernelError):  # which are of the call that needs it
-                operator_of(spec.op).kernel(spec, device)
+                operators()[spec.op.name].kernel(spec, device)

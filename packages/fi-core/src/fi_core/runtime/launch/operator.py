@@ -32,9 +32,10 @@ try:
     if not modes() and not (records() and ({requires_grad})):
         {variant}
         found = {call}
-        return choices[found] if found.__class__ is int else {missed}
+        return choices[found] if found.__class__ is int else operator.{missed}
 except Exception as error:
-    torch_op.recover(op, {given}, error)
+    if not any(map(torch_op.is_special, {given})):  # for these it has failed before the kernel, in tvm-ffi
+        torch_op.explain(op, {given}, error)
 return torch_op.dispatch(op, {given}{last})"""
 _TRACED = "registered()\nreturn torch_op.call({name!r}, {given}{last})"  # by torch.compile
 # Where torch's dispatcher ends.
@@ -42,7 +43,7 @@ _DIRECT = """\
 try:
     {variant}
     found = {call}
-    return choices[found] if found.__class__ is int else missed(found, {given}, True)
+    return choices[found] if found.__class__ is int else operator.missed({given}, True)
 except Exception as error:
     torch_op.explain(op, {given}, error)"""
 
@@ -76,17 +77,9 @@ class Operator:
         self.forced: str | None = None  # the implementation of all calls; `forget` after each change
         self._lock = threading.RLock()
         self._rest = [a for a in op.parsed if a.name not in op.planned]
-        self._scope: dict[str, Any] = {
-            "call": self._first_call,
-            "choices": [],
-            "backends": self._backends,
-            "missed": self._missed,
-            "missed_plan": self._missed_plan,
-            "whole": self._whole,
-            "extended": self._extended,
-            "torch_op": torch_op,
-            "op": op,
-        }
+        self._scope: dict[str, Any] = {"operator": self, "op": op, "backends": self._backends, "torch_op": torch_op}
+        self.choices = []
+        self.restart()
         self._define()
         machine.watchers.append(self.restart)
         torch_op.signal(self._scope, lambda: torch_op.register(op, self._scope["direct"]))
@@ -107,8 +100,9 @@ class Operator:
         op, scope = self.op, self._scope
         values, has_variant = _values(op.native), op.takes_variant
         words = {"call": f"call({values})", "given": _tuple(op.parsed), "last": ", variant" if has_variant else ""}
-        words["variant"] = f"if variant is not None: return extended(variant, {values})" if has_variant else ""
-        words["missed"] = f"missed(found, {words['given']}, False)"
+        extended = f"return operator.checked(variant.call, op.native)({values}, *variant.extras)"
+        words["variant"] = f"if variant is not None: {extended}" if has_variant else ""
+        words["missed"] = f"missed({words['given']}, False)"
         parameters = [*map(_parameter, op.parsed), *(["*", "variant=None"] if has_variant else [])]
         self.native = define(f"native_{op.name}", parameters, f"return {values},", scope)
         define("direct", parameters, _DIRECT.format_map(words), scope)
@@ -118,7 +112,7 @@ class Operator:
             rest, fixed = _tuple(self._rest), [a for a in op.native if a.name in op.planned]
             names = (f"backends[plan.{a.name}]" if a.kind == "str" else f"plan.{a.name}" for a in fixed)
             self.fixed = define("fixed", ["plan"], f"return {', '.join(names)},", scope)
-            words = {"call": f"plan.call({_values(self._rest)})", "given": f"whole(plan, {rest})"}
+            words = {"call": f"plan.call({_values(self._rest)})", "given": f"operator.whole(plan, {rest})"}
             words |= {"last": "", "variant": "", "missed": f"missed_plan(plan, found, {rest})"}
             parameters = ["plan", *map(_parameter, self._rest)]
             self.planned_function = self._function(f"{op.name}_planned", parameters, self._rest, words)
@@ -131,14 +125,10 @@ class Operator:
         made._torchdynamo_inline = define(f"traced_{name}", parameters, _TRACED.format_map(words), self._scope)
         return made  # type: ignore[no-any-return]
 
-    def _whole(self, call: PlannedCall, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    def whole(self, call: PlannedCall, rest: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a planned call in the order of the declaration."""
         given = dict(zip((a.name for a in self._rest), rest))
         return tuple(given[a.name] if a.name in given else getattr(call.plan, a.name) for a in self.op.parsed)
-
-    def _extended(self, variant: Any, *values: Any) -> None:
-        """Calls the kernel of a user's variant, with the variant's own arguments behind those of the op."""
-        self._checked(variant.call, self.op.native)(*values, *variant.extras)
 
     # Modules and kernels.
 
@@ -155,7 +145,7 @@ class Operator:
     def _first_call(self, *values: Any) -> Any:
         """Takes the place of `call` until a module is loaded, and in a rehearsal: no kernel is known."""
 
-    def _checked(self, call: Callable[..., Any], taken: Sequence[Argument]) -> Callable[..., Any]:
+    def checked(self, call: Callable[..., Any], taken: Sequence[Argument]) -> Callable[..., Any]:
         """With FI_CHECK=1 a call that looks at each tensor: C++ sees no negated view, and not every fake tensor."""
 
         def checked(*values: Any) -> Any:
@@ -219,7 +209,7 @@ class Operator:
         shown.note(choice, told)
         return choice
 
-    def _missed(self, found: str | None, arguments: tuple[Any, ...], wrapped: bool) -> Choice | None:
+    def missed(self, arguments: tuple[Any, ...], wrapped: bool) -> Choice | None:
         """Makes a call for whose request no kernel was known; perhaps another device's module was asked."""
         torch_op.check(self.op, arguments, wrapped=wrapped)
         values = self.native(*arguments)
@@ -227,7 +217,7 @@ class Operator:
         if shown := rehearsal():
             return self._rehearsed(shown, device, values)
         call = self.module(device)["call"]
-        self._scope["call"] = self._checked(call, self.op.native)
+        self._scope["call"] = self.checked(call, self.op.native)
         number = call(*values)
         if not isinstance(number, int):
             self.learn(number, device)
@@ -250,18 +240,15 @@ class Operator:
             return PlannedCall(plan, check, self._first_call, self._first_call)
         make = self._plans.get(device.type) or self._plans.setdefault(device.type, self.module(device)["plan"])
         call = make(-1 if choice is None else self._numbers.get(choice, -1), *self.fixed(plan))
-        return PlannedCall(plan, check, self._checked(call, self._rest), call)
+        return PlannedCall(plan, check, self.checked(call, self._rest), call)
 
-    def _missed_plan(self, planned: PlannedCall, found: str, rest: tuple[Any, ...]) -> Choice | None:
-        if planned.learn == self._first_call:  # planned in a rehearsal
-            return self._missed(None, self._whole(planned, rest), False)
-        torch_op.check(self.op, self._whole(planned, rest), wrapped=False)
+    def missed_plan(self, planned: PlannedCall, found: str | None, rest: tuple[Any, ...]) -> Choice | None:
+        if found is None:  # planned in a rehearsal
+            return self.missed(self.whole(planned, rest), False)
+        torch_op.check(self.op, self.whole(planned, rest), wrapped=False)
         planned.check(planned.plan, *rest)
-        number = planned.call(*rest)
-        if not isinstance(number, int):
-            planned.learn(*self.learn(number, _device_of(rest)))
-            number = planned.call(*rest)
-        return self.choices[int(number)]
+        planned.learn(*self.learn(found, _device_of(rest)))
+        return self.choices[int(planned.call(*rest))]
 
     def forget(self) -> None:
         """Drops what calls have learned; kernels stay loaded."""
@@ -304,10 +291,6 @@ def operator(op: Op) -> Callable[..., Choice | None]:
     return made.function
 
 
-def operator_of(op: Op) -> Operator:
-    return _operators[op.name]
-
-
 def operators() -> dict[str, Operator]:
     """The operators of the families imported so far, by op name."""
-    return dict(_operators)
+    return _operators

@@ -16,12 +16,12 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from fi_core.runtime.errors import without_frames
 from fi_core.runtime.invariance import is_on
 from fi_core.runtime.launch import torch_op
-from fi_core.runtime.launch.operator import Operator, operator_of
+from fi_core.runtime.launch.operator import Operator, operators
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.machine import rehearsal
 from fi_core.runtime.resolve.ahead import TOKEN_COUNTS, begin_module
@@ -45,12 +45,10 @@ def aligned(size: int) -> int:
 
 
 class AtOnce:
-    """Launches at once. workspace: memory for scratch, uint8; None: torch allocates each piece. is_traced: by
-    torch.compile, which knows no addresses.
-    """
+    """Launches at once. workspace: memory for scratch, uint8; None: torch allocates each piece."""
 
-    def __init__(self, device: torch.device, workspace: torch.Tensor | None = None, is_traced: bool = False) -> None:
-        self.device, self._workspace, self._end, self._is_traced = device, workspace, 0, is_traced
+    def __init__(self, device: torch.device, workspace: torch.Tensor | None = None) -> None:
+        self.device, self._workspace, self._end = device, workspace, 0
         if workspace is None:
             return
         if str(workspace.dtype) != "torch.uint8":
@@ -64,7 +62,7 @@ class AtOnce:
 
     def add(self, op: Op, *values: Any, **named: Any) -> None:
         """Launches an op with these arguments."""
-        operator_of(op).function(*values, **named)
+        operators()[op.name].function(*values, **named)
 
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for what lies between the kernels of this call."""
@@ -88,8 +86,8 @@ class AtOnce:
         return x
 
     def address(self, x: torch.Tensor) -> int:
-        """Of the first element, modulo 256."""
-        return 0 if self._is_traced or is_special(x) else x.data_ptr() % ALIGNMENT
+        """Of the first element, modulo 256; 0 where it has none."""
+        return 0 if torch.compiler.is_compiling() or is_special(x) else x.data_ptr() % ALIGNMENT
 
 
 @functools.cache
@@ -113,43 +111,39 @@ def _on_host(form: torch.Tensor) -> torch.Tensor:
     return _space(form.dtype, "cpu").as_strided(form.shape, form.stride(), form.storage_offset())
 
 
-class Step(NamedTuple):
-    """A call of an operator with values in the order of its host module; tensors are forms on the host."""
+class LaunchPlan:
+    """Lists launches, and makes them for calls whose tensors have these forms.
 
-    operator: Operator
-    values: tuple[Any, ...]
-
-
-class PlanBuilder:
-    """Lists launches. tensors, shapes: of a call; None in place of all shapes: those of the tensors."""
+    tensors: of a call, each with its axis of tokens; tokens: their number in place of that of the tensors.
+    """
 
     def __init__(
-        self,
-        device: torch.device,
-        tensors: Sequence[torch.Tensor | None],
-        shapes: Sequence[Sequence[int] | None] | None = None,
+        self, device: torch.device, tensors: Sequence[tuple[torch.Tensor | None, int | None]], tokens: int | None = None
     ) -> None:
-        self.device, self.steps, self.scratch_bytes = device, list[Step](), 0
+        self.device, self.scratch_bytes = device, 0
+        # The calls: operators with values in the order of their host modules; tensors are forms on the host.
+        self.steps: list[tuple[Operator, tuple[Any, ...]]] = []
         self.forms: list[torch.Tensor | None] = []  # of the tensors of a call; of results and constants behind them
-        for x, shape in zip(tensors, shapes or [None] * len(tensors)):
-            self._add_form(x, shape)
+        for x, axis in tensors:
+            self._add_form(x, None if tokens is None else axis, tokens)
         self.given = len(self.forms)
         self.made: list[Callable[[], torch.Tensor]] = []  # gives each result and constant to a call
         self.is_complete = True  # whether no step needs a tensor that torch makes
         self._results: list[torch.Tensor] = []
         self._written: set[int] = set()
 
-    def _add_form(self, x: torch.Tensor | None, shape: Sequence[int] | None = None) -> Any:
-        """The form of the next tensor of a call: that of x, of another shape if one is given."""
+    def _add_form(self, x: torch.Tensor | None, axis: int | None = None, size: Any = None) -> Any:
+        """The form of the next tensor of a call: that of x, with another size of one axis if that is given."""
         form = None
         if x is not None:
+            shape = [size if dim == axis else n for dim, n in enumerate(x.shape)]
             begin = (len(self.forms) + 1) * _REGION + (0 if x.is_meta else x.data_ptr() % ALIGNMENT)
-            form = _space(x.dtype, "meta").as_strided(shape or x.shape, x.stride(), begin // x.element_size())
+            form = _space(x.dtype, "meta").as_strided(shape, x.stride(), begin // x.element_size())
         self.forms.append(form)
         return form
 
     def add(self, op: Op, *values: Any, **named: Any) -> None:
-        operator, found = operator_of(op), list[Any]()
+        operator, found = operators()[op.name], list[Any]()
         for argument, x in zip(op.native, operator.native(*values, **named)):
             if hasattr(x, "storage_offset"):
                 if argument.written:
@@ -159,7 +153,7 @@ class PlanBuilder:
                 found.append(_on_host(x))
             else:
                 found.append(x if x is None or isinstance(x, (bool, float)) else int(x))
-        self.steps.append(Step(operator, tuple(found)))
+        self.steps.append((operator, tuple(found)))
 
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """No byte is used twice: a step may begin while the one before it drains."""
@@ -179,19 +173,26 @@ class PlanBuilder:
     def address(self, x: torch.Tensor) -> int:
         return _address(x) % ALIGNMENT
 
-    def finished(
-        self, out: torch.Tensor | None, returned: torch.Tensor | list[torch.Tensor]
-    ) -> tuple[list[int], bool] | None:
-        """The numbers of the tensors that a call returns, and whether as a list; None: torch makes a tensor in each
+    def finish(self, out: torch.Tensor | None, returned: torch.Tensor | list[torch.Tensor]) -> bool:
+        """Completes the plan, whose function returns this; False: nothing is launched, or torch makes a tensor in each
         call. out: an argument that receives the result. Raises ValueError for a result that no step writes.
         """
         listed = returned if isinstance(returned, list) else [returned]
         for x in (*self._results, *(x for x in listed if x is out)):
             if self.is_complete and x.numel() and _address(x) // _REGION not in self._written:
                 raise ValueError(f"a plan must write its results; no step writes {x.dtype} {list(x.shape)}")
+        self.prepare()
         whole = {_facts(x): n for n, x in enumerate(self.forms) if x is not None}
-        numbers = [whole[_facts(x)] for x in listed if _facts(x) in whole]
-        return (numbers, listed is returned) if self.is_complete and len(numbers) == len(listed) else None
+        if not self.steps or not self.is_complete or any(_facts(x) not in whole for x in listed):
+            return False
+        self._returned, self._is_list = [whole[_facts(x)] for x in listed], listed is returned
+        scratch = _space(torch.uint8, "cpu")[: self.scratch_bytes]
+        words = [self.given, 1 + len(self.forms), scratch, *(x if x is None else _on_host(x) for x in self.forms)]
+        modules = [operator.module(self.device) for operator, _ in self.steps]
+        for module, (_, values) in zip(modules, self.steps):
+            words += [module["call"], len(values), *values]
+        self._call = next(m["steps"] for m in modules if m.implements_function("steps"))(*words)
+        return True
 
     def prepare(self, learns: bool = True) -> None:
         """Begins to compile the kernels that the steps need, all at the same time. learns: waits for them, too, and
@@ -203,43 +204,22 @@ class PlanBuilder:
         for operator, request in requests if learns else ():
             operator.learn(request, self.device)
 
-    def call(self) -> Callable[..., Any]:
-        """The function of C++ that makes the calls of the plan: see fi/host/steps.h."""
-        scratch = _space(torch.uint8, "cpu")[: self.scratch_bytes]
-        words = [self.given, 1 + len(self.forms), scratch, *(x if x is None else _on_host(x) for x in self.forms)]
-        modules = [operator.module(self.device) for operator, _ in self.steps]
-        for module, (_, values) in zip(modules, self.steps):
-            words += [module["call"], len(values), *values]
-        return next(m["steps"] for m in modules if m.implements_function("steps"))(*words)  # type: ignore[no-any-return]
-
-
-Launches: TypeAlias = "AtOnce | PlanBuilder"  # what a function that plans its launches calls
-
-
-class LaunchPlan:
-    """The launches of calls whose tensors have certain forms."""
-
-    __slots__ = ("_builder", "_call", "_is_list", "_made", "_numbers")
-
-    def __init__(self, builder: PlanBuilder, numbers: list[int], is_list: bool) -> None:
-        self._builder, self._numbers, self._is_list = builder, numbers, is_list
-        self._made, self._call = builder.made, builder.call()
-
     def run(self, workspace: torch.Tensor | None, tensors: tuple[torch.Tensor | None, ...]) -> Any:
         """The result; None: a tensor has another form."""
-        if self._made:
-            tensors = *tensors, *[make() for make in self._made]
+        if self.made:
+            tensors = *tensors, *[make() for make in self.made]
         found = self._call(workspace, *tensors)
         if found is not None and found.__class__ is not int:  # a request; the steps before it may run again
-            self._builder.prepare()
+            self.prepare()
             found = self._call(workspace, *tensors)
         if found is not None:
             return None
-        results = [tensors[n] for n in self._numbers]
+        results = [tensors[n] for n in self._returned]
         return results if self._is_list else results[0]
 
 
-_TRACED = "return function(AtOnce({device}, {workspace}, True), {values})"  # by torch.compile
+Launches: TypeAlias = "AtOnce | LaunchPlan"  # what a function that plans its launches calls
+_AT_ONCE = "return function(AtOnce({device}, {workspace}), {values})"
 _PLANNED = """\
 try:
     if not modes() and not rehearsal() and not checks_signs():
@@ -255,12 +235,10 @@ try:
                     return found
 except Exception as error:
     recover({all}, error)
-return function(AtOnce({device}, {workspace}), {values})"""
+"""
 
 
-def plans_launches(
-    out: str, by: str | None = None, workspace: str = "None", tokens: Mapping[str, int] | None = None
-) -> Callable[[Callable[Concatenate[Launches, P], R]], Callable[P, R]]:
+class plans_launches:
     """Decorates a function whose first argument takes its launches; callers leave that out.
 
     It returns its argument `out`, or a new tensor in its place, or a list of tensors. What it does besides launching
@@ -277,76 +255,72 @@ def plans_launches(
     One of the host modules of a plan's steps must export `steps` (FI_STEPS).
     """
 
-    return lambda function: _Plans(function, out, by, workspace, tokens or {}).planned
-
-
-class _Plans:
-    """The plans of a function, by what is no tensor in its calls. `planned` takes the place of the function."""
-
     def __init__(
-        self, function: Callable[..., Any], out: str, by: str | None, workspace: str, tokens: Mapping[str, int]
+        self, out: str, by: str | None = None, workspace: str = "None", tokens: Mapping[str, int] | None = None
     ) -> None:
-        signature = inspect.signature(function)
-        self.function, self.out, self.workspace, self.tokens = function, out, workspace, tokens
-        self.parameters = list(signature.parameters.values())[1:]
-        self.tensors = [p for p in self.parameters if "torch.Tensor" in str(p.annotation) and p.name != workspace]
-        self.numbers = [p.name for p in self.parameters if p not in self.tensors and p.name != workspace]
-        self.known: dict[Any, tuple[LaunchPlan, ...] | None] = {}  # None: calls are not planned
+        self.out, self.by, self.workspace, self.tokens = out, by, workspace, tokens or {}
+        self.known: dict[Any, tuple[LaunchPlan, ...] | None] = {}  # by what is no tensor; None: calls are not planned
         self.layers = set[Any]()  # whose kernels have begun to compile
+
+    def __call__(self, function: Callable[Concatenate[Launches, P], R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        self.function: Callable[..., Any] = function
+        self.parameters = list(signature.parameters.values())[1:]
+        self.tensors = [p for p in self.parameters if "torch.Tensor" in str(p.annotation) and p.name != self.workspace]
+        self.numbers = [p.name for p in self.parameters if p not in self.tensors and p.name != self.workspace]
         scope: dict[str, Any] = {"known": self.known, "make": self._make, "recover": self._recover, "listed": _listed}
         scope.update(function=function, AtOnce=AtOnce, rehearsal=rehearsal, checks_signs=checks_signs, is_on=is_on)
         torch_op.signal(scope)
-        first = by or next(p.name for p in self.tensors if str(p.annotation) == "torch.Tensor")
+        first = self.by or next(p.name for p in self.tensors if str(p.annotation) == "torch.Tensor")
         words = {
             "device": f"{first}.device",
-            "key": f"{first}.shape, {first}.get_device(), {out} is None, is_on(), {', '.join(self.numbers)}",
+            "key": f"{first}.shape, {first}.get_device(), {self.out} is None, is_on(), {', '.join(self.numbers)}",
             "given": ", ".join(f"*listed({p.name})" if "[" in str(p.annotation) else p.name for p in self.tensors),
-            "all": f"({', '.join(p.name for p in self.parameters)},)",
+            "all": f"{{{', '.join(f'{p.name!r}: {p.name}' for p in self.parameters)}}}",
             "values": passed(self.parameters),
-            "workspace": workspace,
+            "workspace": self.workspace,
         }
-        traced, self.planned = (
-            redefine(function, self.parameters, text.format_map(words), scope) for text in (_TRACED, _PLANNED)
+        traced, planned = (
+            redefine(function, self.parameters, text.format_map(words), scope)
+            for text in (_AT_ONCE, _PLANNED + _AT_ONCE)
         )
-        self.planned._torchdynamo_inline = traced
-        self.planned.begin_other_counts = self.begin_other_counts
-        functools.update_wrapper(self.planned, function)
-        self.planned.__signature__ = signature.replace(parameters=self.parameters)
+        planned._torchdynamo_inline = traced
+        planned.begin_other_counts = self.begin_other_counts
+        functools.update_wrapper(planned, function)
+        planned.__signature__ = signature.replace(parameters=self.parameters)
+        return planned  # type: ignore[no-any-return]
 
-    def _make(self, key: Any, device: torch.device, values: tuple[Any, ...]) -> Any:
+    def _make(self, key: Any, device: torch.device, named: dict[str, Any]) -> Any:
         """The result of a call of a new form, whose plan is kept; None: calls of its kind are not planned."""
-        named = dict(zip((p.name for p in self.parameters), values))
-        tensors = tuple(x for x, _ in self._tensors(named))
-        if any(x is not None and unreadable(x) for x in tensors):
+        tensors = self._tensors(named)
+        if any(x is not None and unreadable(x) for x, _ in tensors):
             return None
-        builder = PlanBuilder(device, tensors)
-        given_out, returned = self._list(builder, named)
-        for op in {step.operator.op: None for step in builder.steps}:
+        plan = LaunchPlan(device, tensors)
+        given_out, returned = self._list(plan, named)
+        for op in {operator.op: None for operator, _ in plan.steps}:
             begin_module(op, device.type)
         if device.type == "cuda":
             self.begin_other_counts(device, named)
-        numbers = builder.finished(given_out, returned)
-        builder.prepare()
+        is_planned = plan.finish(given_out, returned)
         if len(self.known) >= _MOST_KEYS:
             self.known.clear()
-        if numbers is None or not builder.steps:
+        if not is_planned:
             self.known[key] = None
             return None
-        plan = LaunchPlan(builder, *numbers)
         self.known[key] = (plan, *(self.known.get(key) or ()))[:_MOST_PLANS]
-        return plan.run(named.get(self.workspace), tensors)
+        return plan.run(named.get(self.workspace), tuple(x for x, _ in tensors))
 
     def _tensors(self, named: dict[str, Any]) -> list[tuple[Any, int | None]]:
         """The tensors of a call in order, each with its axis of tokens."""
         return [(x, self.tokens.get(p.name)) for p in self.tensors for x in _listed(named[p.name])]
 
-    def _list(self, builder: PlanBuilder, named: dict[str, Any]) -> tuple[Any, Any]:
+    def _list(self, plan: LaunchPlan, named: dict[str, Any]) -> tuple[Any, Any]:
         """(the form of the argument `out`, what the function returns) where it lists its launches."""
-        forms, given = iter(builder.forms), dict(named)
+        forms, given = iter(plan.forms), dict(named)
         for p in self.tensors:
             own = [next(forms) for _ in _listed(named[p.name])]
             given[p.name] = own if isinstance(named[p.name], (tuple, list)) else own[0]
-        return given[self.out], self.function(builder, **given)
+        return given[self.out], self.function(plan, **given)
 
     def begin_other_counts(self, device: torch.device, named: dict[str, Any]) -> None:
         """Begins to compile the kernels that a layer reaches with other numbers of tokens, once for a layer.
@@ -354,33 +328,23 @@ class _Plans:
         named: the arguments of a call.
         """
         tensors = self._tensors(named)
-
-        def shapes(count: int) -> list[tuple[int, ...] | None]:
-            return [
-                x if x is None else tuple(count if dim == axis else n for dim, n in enumerate(x.shape))
-                for x, axis in tensors
-            ]
-
-        dtypes = (x if x is None else x.dtype for x, _ in tensors)
-        layer = str(device), *shapes(0), *dtypes, *(named[name] for name in self.numbers)
+        forms = (x if x is None else (x.dtype, x.shape) for x in LaunchPlan(device, tensors, 0).forms)
+        layer = str(device), *forms, *(named[name] for name in self.numbers)
         if not self.tokens or layer in self.layers:
             return
         self.layers.add(layer)
         for count in TOKEN_COUNTS:
-            builder = PlanBuilder(device, [x for x, _ in tensors], shapes(count))
+            plan = LaunchPlan(device, tensors, count)
             with contextlib.suppress(ValueError, NotImplementedError, MemoryError, RuntimeError):  # no call waits
-                self._list(builder, named)
-                builder.prepare(learns=False)
+                self._list(plan, named)
+                plan.prepare(learns=False)
 
-    def _recover(self, values: tuple[Any, ...], error: Exception) -> None:
+    def _recover(self, named: dict[str, Any], error: Exception) -> None:
         """Raises the error of a call, unless a tensor is one that only the ops themselves can take or refuse, or a
         value is no part of a key, as a list is not.
         """
-        named = dict(zip((p.name for p in self.parameters), values))
-        plain = (value for p, value in zip(self.parameters, values) if p not in self.tensors)
-        if all(isinstance(value, Hashable) for value in plain) and not any(
-            x is not None and unreadable(x) for x, _ in self._tensors(named)
-        ):
+        is_special = any(x is not None and unreadable(x) for x, _ in self._tensors(named))
+        if not is_special and all(isinstance(named[name], Hashable) for name in self.numbers):
             raise without_frames(error)
 
 

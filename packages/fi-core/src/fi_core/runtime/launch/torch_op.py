@@ -43,12 +43,8 @@ def register(op: Op, direct: Callable[..., Any]) -> Any:
     """
 
     def run(*arguments: Any) -> None:
-        refuse_autograd(op, arguments)
+        refuse_autograd(op, *arguments)
         direct(*arguments)
-
-    def fake(*arguments: Any) -> None:
-        """An out-variant returns nothing: shapes and dtypes are those of its arguments."""
-        refuse_autograd(op, arguments)
 
     def mapped(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[None, None]:
         """vmap: one call per element, on views of the batch."""
@@ -62,7 +58,8 @@ def register(op: Op, direct: Callable[..., Any]) -> Any:
     library = torch.library.Library("fi_core", "FRAGMENT")
     library.define(f"{op.name}{op.schema}", tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(op.name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fi_core::{op.name}", fake, lib=library)
+    # An out-variant returns nothing: shapes and dtypes are those of its arguments.
+    torch.library.register_fake(f"fi_core::{op.name}", functools.partial(refuse_autograd, op), lib=library)
     torch.library.register_vmap(f"fi_core::{op.name}", mapped, lib=library)
     return library  # kept by the cache: the registration lives as long as this object
 
@@ -80,7 +77,7 @@ def dispatch(op: Op, arguments: tuple[Any, ...], variant: Any = None) -> None:
     for argument, value in zip(op.parsed, arguments):
         if wanted := argument.wanted(value):  # host entries look for this in direct calls
             raise TypeError(f"{op.name}: {argument.name} must be {wanted}; got a {type(value).__name__}")
-    refuse_autograd(op, arguments)
+    refuse_autograd(op, *arguments)
     try:
         if real := real_among_fakes(arguments):  # torch's own error prints all elements, which takes seconds
             raise TypeError(f"{op.parsed[real[0]].name} is a real tensor among fake ones")
@@ -94,7 +91,7 @@ def dispatch(op: Op, arguments: tuple[Any, ...], variant: Any = None) -> None:
         raise kind(f"{op.name}: torch's dispatcher, which alone can read {names}, refuses the call: {error}") from error
 
 
-def refuse_autograd(op: Op, arguments: tuple[Any, ...]) -> None:
+def refuse_autograd(op: Op, *arguments: Any) -> None:
     """Raises NotImplementedError, as torch's `out=` functions do, if autograd would record the call."""
     if not torch.is_grad_enabled():
         return
@@ -116,15 +113,6 @@ def check(op: Op, arguments: Sequence[Any], *, wrapped: bool, taken: Sequence[Ar
             continue
         if problem := unreadable(value):
             raise TypeError(f"{op.name}: {argument.name} must be a dense tensor with data; {problem}")
-
-
-def recover(op: Op, arguments: tuple[Any, ...], error: Exception) -> None:
-    """Returns if a failed call must take the registered op; else raises its error.
-
-    tvm-ffi converts all tensors before the kernel runs, so a call that fails for a special tensor has done nothing.
-    """
-    if not any(map(is_special, arguments)):
-        explain(op, arguments, error)
 
 
 def explain(op: Op, arguments: tuple[Any, ...], error: Exception) -> NoReturn:

@@ -1,8 +1,8 @@
 """The dispatcher: `choose` maps a Request to a Choice. Nothing else chooses an implementation.
 
 Both are frozen and printable; `choose` is a pure function, so that every decision can be tested and explained without a
-GPU. A C++ launcher decides the rest for each call: the entry of the chosen unit, grid and cluster. `runtime.launch`
-records them and prints them beside the Choice.
+GPU. A C++ launcher decides the rest for each call: the entry of the chosen unit, grid and cluster. In a rehearsal it
+tells them, and `fi-core why` prints them beside the Choice.
 """
 
 from __future__ import annotations

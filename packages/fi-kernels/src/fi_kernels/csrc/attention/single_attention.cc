@@ -20,15 +20,16 @@ namespace {
 // A unit has an entry of tiles, or entries of rows and combine.
 constexpr int64_t kTileColumns = 128;  // of the output, of a CTA of the tiles kernel
 
+const Entry& tile(const Kernel& kernel, const AttentionProblem& p) {
+  for (const Entry& entry : kernel.entries)
+    if (std::max(p.head_dim_qk, p.head_dim_vo) <= SingleAttentionConfig::of(entry).largest_head_dim) return entry;
+  raise("ValueError", "no entry takes head dims %d and %d", p.head_dim_qk, p.head_dim_vo);
+}
+
 void launch(const Kernel& kernel, const SingleAttentionParams& params, const Extras& extras, DLDevice device) {
   const AttentionProblem& p = params.problem;
-  const auto fits = [&](const Entry& entry) {
-    return std::max(p.head_dim_qk, p.head_dim_vo) <= SingleAttentionConfig::of(entry).largest_head_dim;
-  };
-  const auto entry = std::find_if(kernel.entries.begin(), kernel.entries.end(), fits);
-  FI_CHECK(entry != kernel.entries.end(), ValueError, "no entry takes head dims %d and %d", p.head_dim_qk,
-           p.head_dim_vo);
-  const auto chosen = SingleAttentionConfig::of(*entry);
+  const Entry& entry = tile(kernel, p);
+  const auto chosen = SingleAttentionConfig::of(entry);
   FI_CHECK(chosen.step != AttentionStep::COMBINE, ValueError, "few must be False for head dims %d and %d",
            p.head_dim_qk, p.head_dim_vo);
   const bool tiles = chosen.step == AttentionStep::MMA;
@@ -37,7 +38,7 @@ void launch(const Kernel& kernel, const SingleAttentionParams& params, const Ext
   Launch config{(p.rows() + chosen.rows_per_cta - 1) / chosen.rows_per_cta, p.kv_heads,
                 tiles ? (p.head_dim_vo + kTileColumns - 1) / kTileColumns : params.num_splits};
   config.pdl = kernel.pdl(-1);
-  kernel.launch(*entry, config, device, params, extras.data());
+  kernel.launch(entry, config, device, params, extras.data());
   if (params.num_splits == 1) return;
   config.grid_x = static_cast<int64_t>(p.mask.qo_len) * p.qo_heads;
   config.grid_y = config.grid_z = 1;

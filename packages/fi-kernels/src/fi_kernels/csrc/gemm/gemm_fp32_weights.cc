@@ -21,12 +21,15 @@ constexpr int64_t kLimit = int64_t{1} << 30, kMostTokens = int64_t{65535} * kFp3
 int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 #if FI_CUDA
-void launch(const Kernel& kernel, const GemmFp32WeightsParams& p, const GemmFp32WeightsArgs& a) {
-  const DLDevice device = a.a.device();
+const Entry& tile(const Kernel& kernel, const GemmFp32WeightsParams& p, const GemmFp32WeightsArgs& a) {
   const bool vectors =
       p.k % 4 == 0 && a.b.alignment(16, {p.b_row_stride}) == 16 && a.a.alignment(8, {p.a_row_stride}) == 8;
-  const Entry& entry =
-      kernel.first_entry([&](const Entry& e) { return vectors || GemmFp32WeightsConfig::of(e).elements == 1; });
+  return kernel.first_entry([&](const Entry& e) { return vectors || GemmFp32WeightsConfig::of(e).elements == 1; });
+}
+
+void launch(const Kernel& kernel, const GemmFp32WeightsParams& p, const GemmFp32WeightsArgs& a) {
+  const DLDevice device = a.a.device();
+  const Entry& entry = tile(kernel, p, a);
   const int64_t tiles = ceil_of(p.n, kFp32WeightsRows), steps = ceil_of(p.k, kFp32WeightsWarps * kFp32WeightsBlockK);
   // CTAs of a cluster share k while SMs are left over. They follow n, k and the card, not m.
   const int64_t most = std::min(GemmFp32WeightsConfig::of(entry).ctas, steps);

@@ -94,7 +94,7 @@ void lora_sum(const Kernel& kernel, const LoraSumArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  const Entry& entry = kernel.first_entry([](const Entry&) { return true; });
+  const Entry& entry = kernel.entries.front();
   const int64_t vec = LoraSumConfig::of(entry).vec_size, cta = vec * entry.threads;
   for (const Tensor& t : {a.x, a.out})
     FI_CHECK(t.row_alignment(vec * t.dtype().bytes()) == vec * t.dtype().bytes(), ValueError,

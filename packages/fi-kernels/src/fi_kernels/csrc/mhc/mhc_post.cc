@@ -37,6 +37,13 @@ void run_cpu(const MhcPostParams& p, int64_t tokens, DType dtype) {
 }
 #endif
 
+#if FI_CUDA
+const Entry& tile(const Kernel& kernel, const MhcPostArgs& a, int64_t h) {
+  const int64_t vec = vec_size(h, {a.out, a.x, a.residual});
+  return kernel.first_entry([&](const Entry& entry) { return MhcPostConfig::of(entry).vec_size <= vec; });
+}
+#endif
+
 MhcPostRequest request_of(const MhcPostArgs& a) { return {a.x.dtype()}; }
 
 void mhc_post(const Kernel& kernel, const MhcPostArgs& a) {
@@ -61,9 +68,7 @@ void mhc_post(const Kernel& kernel, const MhcPostArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  const int64_t vec = vec_size(h, {a.out, a.x, a.residual});
-  const Entry& entry =
-      kernel.first_entry([&](const Entry& candidate) { return MhcPostConfig::of(candidate).vec_size <= vec; });
+  const Entry& entry = tile(kernel, a, h);
   const int64_t columns = MhcPostConfig::of(entry).vec_size * entry.threads;
   Launch launch{tokens, (h + columns - 1) / columns};
   launch.pdl = kernel.pdl(a.enable_pdl);

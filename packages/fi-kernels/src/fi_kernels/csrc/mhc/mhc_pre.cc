@@ -85,6 +85,16 @@ void run_cpu(const MhcPreParams& p, DType dtype) {
 }
 #endif
 
+#if FI_CUDA
+const Entry& tile(const Kernel& kernel, const MhcPreParams& p, const MhcPreArgs& a) {
+  const int64_t vec = vec_size(p.h, {a.layer_input, a.residual});
+  return kernel.first_entry([&](const Entry& entry) {
+    const auto config = MhcPreConfig::of(entry);
+    return config.vec_size <= vec && config.own_squares == !p.squares;
+  });
+}
+#endif
+
 MhcPreRequest request_of(const MhcPreArgs& a) { return {a.residual.dtype()}; }
 
 void mhc_pre(const Kernel& kernel, const MhcPreArgs& a) {
@@ -120,11 +130,7 @@ void mhc_pre(const Kernel& kernel, const MhcPreArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  const int64_t vec = vec_size(h, {a.layer_input, a.residual});
-  const Entry& entry = kernel.first_entry([&](const Entry& candidate) {
-    const auto config = MhcPreConfig::of(candidate);
-    return config.vec_size <= vec && config.own_squares == !p.squares;
-  });
+  const Entry& entry = tile(kernel, p, a);
   const int64_t columns = MhcPreConfig::of(entry).vec_size * entry.threads;
   Launch launch{tokens, p.squares ? std::max<int64_t>(1, (h + columns - 1) / columns) : 1};
   launch.pdl = kernel.pdl(a.enable_pdl);

@@ -82,6 +82,16 @@ void run_cpu(const QkRmsnormRopeParams& p, int64_t tokens, bool interleave, DTyp
 }
 #endif
 
+#if FI_CUDA
+// threads: that a token would take with one head each.
+const Entry& tile(const Kernel& kernel, bool interleave, int64_t threads) {
+  return kernel.first_entry([&](const Entry& entry) {
+    const auto config = QkRmsnormRopeConfig::of(entry);
+    return config.interleave == interleave && config.heads_per_thread * entry.threads >= threads;
+  });
+}
+#endif
+
 QkRmsnormRopeRequest request_of(const QkRmsnormRopeArgs& a) { return {a.qkv.dtype(), a.q_out.dtype()}; }
 
 void check_grid(const QkRmsnormRopeArgs& a, int64_t head_dim, int64_t rotary_dim) {
@@ -155,10 +165,7 @@ void qk_rmsnorm_rope(const Kernel& kernel, const QkRmsnormRopeArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  const Entry& entry = kernel.first_entry([&](const Entry& candidate) {
-    const auto config = QkRmsnormRopeConfig::of(candidate);
-    return config.interleave == a.interleave && config.heads_per_thread * candidate.threads >= threads;
-  });
+  const Entry& entry = tile(kernel, a.interleave, threads);
   Launch launch{tokens, 3};
   launch.threads = std::min(entry.threads, (threads + 31) / 32 * 32);
   launch.pdl = kernel.pdl(-1);

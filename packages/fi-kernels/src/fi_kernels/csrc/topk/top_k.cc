@@ -35,7 +35,7 @@ struct Layout {
   }
 };
 
-Layout choose_layout(const Kernel& kernel, const TopKParams& p, int64_t element_bytes, DLDevice device) {
+Layout tile(const Kernel& kernel, const TopKParams& p, int64_t element_bytes, DLDevice device) {
   const Entry& entry = kernel.entries[0];
   const int64_t limit = kernel.shared_limit(device), sms = kernel.multiprocessors(device);
   // Clusters of 16 are not portable, and untested beyond data centre GPUs.
@@ -55,7 +55,7 @@ Layout choose_layout(const Kernel& kernel, const TopKParams& p, int64_t element_
 }
 
 void launch(const Kernel& kernel, TopKParams& p, int64_t element_bytes, DLDevice device) {
-  const Layout layout = choose_layout(kernel, p, element_bytes, device);
+  const Layout layout = tile(kernel, p, element_bytes, device);
   FI_CHECK(layout.bytes <= kernel.shared_limit(device), ValueError,
            "input: rows of %d elements need %lld bytes of shared memory per CTA, the device has %lld", p.width,
            static_cast<long long>(layout.bytes), static_cast<long long>(kernel.shared_limit(device)));

@@ -63,23 +63,27 @@ inline int64_t cluster_ctas(const BatchDecodeParams& params, int64_t tokens, int
   return ctas > 1 && tokens <= params.schedule.batch * keys * ctas && of_one <= kMaxKeysOneRequest * ctas ? ctas : 0;
 }
 
+// The entry of the persistent kernel.
+inline const Entry& tile(const Kernel& kernel, const BatchDecodeParams& params, DLDevice device) {
+  const AttentionProblem& p = params.problem;
+  const int64_t rows = std::min<int64_t>(static_cast<int64_t>(p.group()) * p.mask.qo_len, kDecodeQTile);
+  for (const Entry& e : kernel.entries) {
+    const auto config = BatchDecodeConfig::of(e);
+    const bool is_general = config.kind == DecodeKind::CUDA_CORE;
+    if (config.q_rows < rows || (!is_general && config.heads != params.heads_per_tile)) continue;
+    if (config.ctas_per_sm > 0 && params.num_ctas > config.ctas_per_sm * kernel.multiprocessors(device)) continue;
+    if (is_general ? std::max(p.head_dim_qk, p.head_dim_vo) <= config.head_dim
+                   : p.head_dim_qk == config.head_dim && p.head_dim_vo == config.head_dim)
+      return e;
+  }
+  raise("ValueError", "backend must be fa2 for head dims %d and %d", p.head_dim_qk, p.head_dim_vo);
+}
+
 // alignment: of the rows of q and the caches.
 inline void launch_batch_decode(const Kernel& kernel, BatchDecodeParams& params, const Extras& extras, const Tensor& k,
                                 const Tensor& v, int64_t alignment, int64_t split, bool pdl) {
   AttentionProblem& p = params.problem;
-  const Entry* entry = nullptr;
-  for (const Entry& e : kernel.entries) {
-    const auto [kind, head_dim, whole, stream, keys, q_rows, ctas_per_sm, heads] = BatchDecodeConfig::of(e);
-    if (kind != DecodeKind::CUDA_CORE && heads != params.heads_per_tile) continue;
-    if (std::min<int64_t>(static_cast<int64_t>(p.group()) * p.mask.qo_len, kDecodeQTile) > q_rows) continue;
-    if (ctas_per_sm > 0 && params.num_ctas > ctas_per_sm * kernel.multiprocessors(k.device())) continue;
-    if (kind == DecodeKind::CUDA_CORE ? std::max(p.head_dim_qk, p.head_dim_vo) <= head_dim
-                                      : p.head_dim_qk == head_dim && p.head_dim_vo == head_dim) {
-      entry = &e;
-      break;
-    }
-  }
-  FI_CHECK(entry, ValueError, "backend must be fa2 for head dims %d and %d", p.head_dim_qk, p.head_dim_vo);
+  const Entry* entry = &tile(kernel, params, k.device());
   Launch config{params.num_ctas};
   config.pdl = pdl;
   if (BatchDecodeConfig::of(*entry).kind != DecodeKind::CUDA_CORE) {

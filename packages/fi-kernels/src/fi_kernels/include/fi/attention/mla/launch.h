@@ -21,6 +21,17 @@ inline void describe_cache(const Kernel& kernel, TensorMap& map, const Tensor& c
   kernel.describe(map, bytes, 3, cache.data(), sizes, strides, box);
 }
 
+inline const Entry& tile(const Kernel& kernel, const BatchMlaParams& p, const BatchMlaArgs& a) {
+  const auto page_size = static_cast<int64_t>(p.page_size.value);
+  const int64_t limit = kernel.shared_limit(a.q_nope.device());
+  return kernel.first_entry([&](const Entry& e) {
+    const auto config = BatchMlaConfig::of(e);
+    if (e.shared_bytes > limit) return false;
+    if (config.kind != MlaKind::TMA && config.kind != MlaKind::SWAPPED) return true;
+    return !p.sparse && !a.exact_max && p.has_rope && page_size % kMlaKvTile == 0 && a.ckv_cache.size(0) > 0;
+  });
+}
+
 // schedule_words: from one schedule to the next.
 inline void launch_batch_mla(const Kernel& kernel, BatchMlaParams& p, const BatchMlaArgs& a, int64_t schedule_words,
                              bool pdl) {
@@ -34,14 +45,7 @@ inline void launch_batch_mla(const Kernel& kernel, BatchMlaParams& p, const Batc
   FI_CHECK(!a.ckv_scales || alignment_of({a.ckv_scales}) == 16, ValueError,
            "ckv_scales must have rows at multiples of 16 bytes; got %lld",
            static_cast<long long>(alignment_of({a.ckv_scales})));
-  const auto page_size = static_cast<int64_t>(p.page_size.value);
-  const int64_t limit = kernel.shared_limit(a.q_nope.device());
-  const Entry& entry = kernel.first_entry([&](const Entry& e) {
-    const auto config = BatchMlaConfig::of(e);
-    if (e.shared_bytes > limit) return false;
-    if (config.kind != MlaKind::TMA && config.kind != MlaKind::SWAPPED) return true;
-    return !p.sparse && !a.exact_max && p.has_rope && page_size % kMlaKvTile == 0 && a.ckv_cache.size(0) > 0;
-  });
+  const Entry& entry = tile(kernel, p, a);
   const auto config = BatchMlaConfig::of(entry);
   const bool wide = config.kind >= MlaKind::GATHER;
   const int64_t ranges = wide ? a.wide_ranges : a.narrow_ranges;

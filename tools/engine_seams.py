@@ -107,15 +107,30 @@ SEAMS = {
             "AttentionBackend.init_forward_metadata_out_graph", "AttentionBackend.init_forward_metadata_in_graph",
             "AttentionBackend.init_cuda_graph_state", "AttentionBackend.get_cuda_graph_seq_len_fill_value",
         ),
+        "sglang/srt/layers/attention/hybrid_linear_attn_backend.py": ("HybridLinearAttnBackend.__init__()",),
+        "sglang/srt/layers/attention/linear/gdn_backend.py": (
+            "GDNKernelDispatcher.__init__", "GDNKernelDispatcher.decode", "GDNKernelDispatcher.extend",
+            "GDNKernelDispatcher.target_verify",
+        ),
+        "sglang/srt/layers/attention/linear/kernels/gdn_flashinfer.py": (
+            "FlashInferGDNKernel.decode", "FlashInferGDNKernel.extend", "FlashInferGDNKernel.target_verify",
+        ),
+        "sglang/srt/layers/attention/linear/kernels/kernel_backend.py": ("LinearAttnKernelBase",),
+        "sglang/srt/layers/attention/linear/utils.py": ("LinearAttnKernelBackend", "LinearAttnBackends"),
         "sglang/srt/layers/radix_attention.py": ("AttentionType", "RadixAttention.__init__"),
         "sglang/srt/mem_cache/layout/paged_view.py": ("paged_kv_view",),
         "sglang/srt/mem_cache/memory_pool.py": (
             "KVWriteLoc", "KVWriteLoc.for_batch", "MHATokenToKVPool.get_kv_buffer", "MHATokenToKVPool.set_kv_buffer",
+            "MLATokenToKVPool.get_key_buffer", "MLATokenToKVPool.set_kv_buffer",
         ),
         "sglang/srt/mem_cache/swa_memory_pool.py": (
             "SWAKVPool.set_kv_buffer", "SWAKVPool.translate_loc_from_full_to_swa",
         ),
         "sglang/srt/model_executor/forward_batch_info.py": ("ForwardMode", "ForwardBatch"),
+        "sglang/srt/model_executor/forward_batch_deepseek_mha_mixin.py": ("ForwardBatchDeepSeekMHAMixin",),
+        "sglang/srt/models/deepseek_common/attention_backend_handler.py": (
+            "AttentionBackendRegistry.register", "handle_attention_trtllm_mla",
+        ),
         "sglang/srt/layers/moe/moe_runner/base.py": (
             "MoeRunnerConfig", "DispatchMoeRunnerCore.__init__", "DispatchMoeRunnerCore.run_from_dispatch",
         ),

@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +89,7 @@ class RadixAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.tp_q_head_num, self.tp_k_head_num, self.head_dim, self.scaling = num_heads, num_kv_heads, head_dim, scaling
+        self.v_head_dim = head_dim if v_head_dim == -1 else v_head_dim
         self.layer_id, self.logit_cap, self.attn_type = layer_id, logit_cap, attn_type
         self.sliding_window_size, self.is_cross_attention = sliding_window_size or -1, is_cross_attention
         self.logit_capping_method, self.xai_temperature_len = logit_capping_method, -1
@@ -134,6 +135,85 @@ class MHATokenToKVPool:
         for cache, x, scale in zip(own, (cache_k, cache_v), (k_scale, v_scale)):
             x = x if scale is None or x.dtype is self.dtype else x / scale
             cache.view(torch.uint8)[loc] = x.to(self.dtype).contiguous().view(torch.uint8)
+
+
+class MLATokenToKVPool:
+    def __init__(
+        self, size: int, page_size: int, dtype: torch.dtype, kv_lora_rank: int, qk_rope_head_dim: int, layer_num: int,
+        device: str, enable_memory_saver: bool,
+    ) -> None:  # fmt: skip
+        shape = layer_num, size + page_size, 1, kv_lora_rank + qk_rope_head_dim
+        self.dtype, self.kv_buffer = dtype, torch.zeros(shape, device=device).to(dtype)
+
+    def get_key_buffer(self, layer_id: int) -> Any:
+        return self.kv_buffer[layer_id]
+
+    def set_kv_buffer(
+        self, layer: Any, loc_info: Any, cache_k: torch.Tensor, cache_v: Any, layer_id_override: int | None = None
+    ) -> None:
+        rows = cache_k.to(self.dtype).view(torch.uint8)
+        self.kv_buffer[layer.layer_id].view(torch.uint8)[getattr(loc_info, "loc", loc_info)] = rows
+
+
+class AttentionBackendRegistry:
+    handlers: dict[str, Any] = {}  # noqa: RUF012
+
+    @classmethod
+    def register(cls, backend_name: str, handler_func: Any) -> None:
+        cls.handlers[backend_name] = handler_func
+
+
+def handle_attention_trtllm_mla(attn: Any, forward_batch: Any) -> str:
+    return "MHA_CHUNKED_KV"
+
+
+class LinearAttnKernelBackend(enum.Enum):
+    TRITON, FLASHINFER, CUSTOM = "triton", "flashinfer", "custom"
+
+    @classmethod
+    def _missing_(cls, value: object) -> LinearAttnKernelBackend:
+        return cls.CUSTOM
+
+    def is_custom(self) -> bool:
+        return self is LinearAttnKernelBackend.CUSTOM
+
+
+class LinearAttnKernelBase:
+    uses_state_checkpoints = False
+
+
+class GDNKernelDispatcher:
+    def __init__(self, decode_backend: Any, prefill_backend: Any, verify_backend: Any = None) -> None:
+        for backend in (decode_backend, prefill_backend):
+            if backend.is_custom():
+                raise ValueError(f"Unsupported GDN backend: {backend}")
+        self.decode_kernel: Any = LinearAttnKernelBase()
+        self.extend_kernel: Any = self.decode_kernel
+        self.verify_kernel: Any = self.decode_kernel
+        self.supports_packed_decode = True
+
+    def decode(
+        self, q: Any, k: Any, v: Any, a: Any, b: Any, *, A_log: Any, dt_bias: Any, ssm_states: Any,
+        cache_indices: Any, query_start_loc: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        named = {"A_log": A_log, "dt_bias": dt_bias, "ssm_states": ssm_states, "cache_indices": cache_indices}
+        return self.decode_kernel.decode(q, k, v, a, b, query_start_loc=query_start_loc, **named, **kwargs)
+
+    def extend(
+        self, q: Any, k: Any, v: Any, g: Any, beta: Any, *, ssm_states: Any, cache_indices: Any,
+        query_start_loc: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        named = {"ssm_states": ssm_states, "cache_indices": cache_indices, "query_start_loc": query_start_loc}
+        return self.extend_kernel.extend(q, k, v, g, beta, **named, **kwargs)
+
+    def target_verify(
+        self, A_log: Any, dt_bias: Any, q: Any, k: Any, v: Any, a: Any, b: Any, *, ssm_states: Any,
+        cache_indices: Any, query_start_loc: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        named = {"ssm_states": ssm_states, "cache_indices": cache_indices, "query_start_loc": query_start_loc}
+        return self.verify_kernel.target_verify(
+            A_log=A_log, dt_bias=dt_bias, q=q, k=k, v=v, a=a, b=b, **named, **kwargs
+        )
 
 
 class SWAKVPool:
@@ -264,13 +344,14 @@ class HookRegistry:
 @dataclass
 class _Settings:
     moe: str = "auto"
+    mamba: dict[str, Any] = field(default_factory=dict)
     spec: dict[str, Any] = field(default_factory=dict)
 
 
 _settings = _Settings()
 _cores: dict[str, Any] = {"triton": DispatchMoeRunnerCore}
 ATTENTION_BACKENDS: dict[str, Any] = {}
-CHOICES: dict[str, list[str]] = {"attention": [], "moe": []}
+CHOICES: dict[str, list[str]] = {"attention": [], "moe": [], "linear": [], "chunked": []}
 
 
 def register_attention_backend(name: str) -> Callable[[Any], Any]:
@@ -282,20 +363,38 @@ MODULES: dict[str, dict[str, Any]] = {
     "arg_groups.choices": {
         "add_attention_backend_choices": CHOICES["attention"].extend,
         "add_moe_runner_backend_choices": CHOICES["moe"].extend,
+        "add_linear_attn_kernel_backend_choices": CHOICES["linear"].extend,
+        "add_chunked_prefix_cache_attention_backend": CHOICES["chunked"].append,
     },
     "layers.attention.attention_registry": {
         "ATTENTION_BACKENDS": ATTENTION_BACKENDS, "register_attention_backend": register_attention_backend,
     },
     "layers.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
+    "layers.attention.linear.gdn_backend": {"GDNKernelDispatcher": GDNKernelDispatcher},
+    "layers.attention.linear.kernels.kernel_backend": {"LinearAttnKernelBase": LinearAttnKernelBase},
+    "layers.attention.linear.utils": {"LinearAttnKernelBackend": LinearAttnKernelBackend},
+    "models.deepseek_common.attention_backend_handler": {
+        "AttentionBackendRegistry": AttentionBackendRegistry,
+        "handle_attention_trtllm_mla": handle_attention_trtllm_mla,
+    },
     "layers.radix_attention": {"AttentionType": AttentionType, "RadixAttention": RadixAttention},
     "mem_cache.layout.paged_view": {"paged_kv_view": paged_kv_view},
-    "mem_cache.memory_pool": {"KVWriteLoc": KVWriteLoc, "MHATokenToKVPool": MHATokenToKVPool},
+    "mem_cache.memory_pool": {
+        "KVWriteLoc": KVWriteLoc, "MHATokenToKVPool": MHATokenToKVPool, "MLATokenToKVPool": MLATokenToKVPool,
+    },
     "mem_cache.swa_memory_pool": {"SWAKVPool": SWAKVPool},
     "model_executor.forward_batch_info": {"ForwardMode": ForwardMode},
     "runtime_context": {
         "get_spec": lambda: SimpleNamespace(
             **{"speculative_algorithm": None, "speculative_eagle_topk": None, "speculative_num_draft_tokens": None}
             | _settings.spec
+        ),
+        "get_exec": lambda: SimpleNamespace(
+            mamba=SimpleNamespace(
+                **dict.fromkeys(f"linear_attn_{x}_backend" for x in ("decode", "prefill", "verify"))
+                | {"linear_attn_backend": "triton"}
+                | _settings.mamba
+            )
         ),
         "get_parallel": lambda: SimpleNamespace(attn_cp_size=1, attn_dcp_size=1),
     },
@@ -317,6 +416,9 @@ MODULES: dict[str, dict[str, Any]] = {
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     register_attention_backend, RadixAttention.__init__, paged_kv_view, AttentionBackend.forward,
     vars(KVWriteLoc)["for_batch"].__func__, MHATokenToKVPool.get_kv_buffer, MHATokenToKVPool.set_kv_buffer,
+    MLATokenToKVPool.get_key_buffer, MLATokenToKVPool.set_kv_buffer, GDNKernelDispatcher.__init__,
+    GDNKernelDispatcher.decode, GDNKernelDispatcher.extend, GDNKernelDispatcher.target_verify,
+    vars(AttentionBackendRegistry)["register"].__func__, handle_attention_trtllm_mla,
     SWAKVPool.set_kv_buffer, SWAKVPool.translate_loc_from_full_to_swa, DispatchMoeRunnerCore.__init__,
     register_moe_runner_core, MoeRunner.__init__, MoeRunner.run, get_moe_runner_backend, resolve_moe_runner_backend,
     UnquantizedFusedMoEMethod.create_moe_runner, vars(HookRegistry)["register"].__func__,
@@ -335,18 +437,34 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"sglang.srt.{name}")
 
 
+def batch(requests: Sequence[tuple[int, int]], mode: str, device: str, modes: Any = None) -> Any:
+    """A step of requests of (kv_len, qo_len). With drafts seq_lens does not count them, as SGLang passes them."""
+    modes = modes or module("model_executor.forward_batch_info").ForwardMode
+    kv_lens, qo_lens = (torch.tensor(x) for x in zip(*requests))
+    return SimpleNamespace(
+        forward_mode=modes[mode], batch_size=len(requests),
+        req_pool_indices=torch.arange(1, len(requests) + 1).to(device),
+        seq_lens=(kv_lens - qo_lens if mode == "TARGET_VERIFY" else kv_lens).to(device),
+        extend_seq_lens=qo_lens.to(device), extend_seq_lens_cpu=qo_lens.tolist(), spec_info=None,
+        out_cache_loc=torch.empty(0), out_cache_loc_is_physical=False,
+    )  # fmt: skip
+
+
 def settings(moe: str = "auto", **spec: Any) -> AbstractContextManager[Any]:
     """The options of a server, for the backends that a test makes."""
     if IS_REAL:
         context = module("runtime_context").get_context()
         return context.override_server_args(moe_runner_backend=moe, **spec)  # type: ignore[no-any-return]
-    _settings.moe, _settings.spec = moe, spec
+    mamba = {name: value for name, value in spec.items() if name.startswith("linear_attn_")}
+    _settings.moe, _settings.spec, _settings.mamba = moe, {n: spec[n] for n in spec.keys() - mamba.keys()}, mamba
     return nullcontext()
 
 
 def install(version: str, patch: pytest.MonkeyPatch) -> ModuleType:
     """Makes SGLang, or the stand-ins of a version, importable; returns fi's plugin, imported over them."""
-    if not IS_REAL:
+    if IS_REAL:  # its pool of latent rows asks
+        module("runtime_context").get_parallel().override_permanently(dcp_enabled=False, attn_dcp_size=1)
+    else:
         ATTENTION_BACKENDS.clear()
         HookRegistry.before = HookRegistry.replaced = ()
         for names in CHOICES.values():
@@ -361,6 +479,6 @@ def install(version: str, patch: pytest.MonkeyPatch) -> ModuleType:
                     vars(made)["__path__"] = []
                     patch.setitem(sys.modules, name, made)
             vars(sys.modules[".".join(parts)]).update(contents)
-    for name in (PLUGIN, f"{PLUGIN}.attention", f"{PLUGIN}.experts"):
-        patch.delitem(sys.modules, name, raising=False)
+    for name in [name for name in sys.modules if name.split(".", 3)[:3] == PLUGIN.split(".")]:
+        patch.delitem(sys.modules, name)
     return importlib.import_module(PLUGIN)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from engine_calls import fake_sglang
-from engine_calls.fake_sglang import PLUGIN, SEAMS, module, parameters, settings
+from engine_calls.fake_sglang import PLUGIN, SEAMS, batch, module, parameters, settings
 from families.attention_reference import attention
 from families.harness import assert_close, rand
 from fi_core.attention.ops import decode as decode_ops
@@ -58,13 +58,26 @@ def test_stand_ins_have_the_interfaces_of_sglang() -> None:
 
 
 def test_methods_take_what_sglang_passes(plugin: Any) -> None:
-    own = importlib.import_module(f"{PLUGIN}.attention").Backend, importlib.import_module(f"{PLUGIN}.experts").Experts
-    ours = dict(zip(("AttentionBackend", "DispatchMoeRunnerCore"), own))
-    compared = [n for n in RECORDED if n.split(".")[0] in ours and n.split(".")[-1] in vars(ours[n.split(".")[0]])]
-    for name in compared:
+    own = {
+        name: importlib.import_module(f"{PLUGIN}.{name}") for name in ("steps", "attention", "mla", "experts", "gdn")
+    }
+    ours = {
+        "AttentionBackend": (own["steps"].Steps, own["attention"].Backend, own["mla"].Backend),
+        "DispatchMoeRunnerCore": (own["experts"].Experts,), "GDNKernelDispatcher": (own["gdn"].Dispatcher,),
+    }  # fmt: skip
+    compared = 0
+    for name, wanted in RECORDED.items():
         kind, _, method = name.partition(".")
-        assert parameters(vars(ours[kind])[method]) == RECORDED[name], name
-    assert len(compared) == 9
+        for cls in ours.get(kind, ()):
+            if method in vars(cls):
+                assert parameters(vars(cls)[method]) == wanted, name
+                compared += 1
+    assert compared == 12
+    for method in ("decode", "extend", "target_verify"):  # what SGLang passes by name may stand in **kwargs
+        names = RECORDED[f"FlashInferGDNKernel.{method}"]
+        got = parameters(getattr(own["gdn"].Kernel, method))
+        assert [x for x in got if x[0] != "*"] == [x for x in names if x[0] != "*"]
+        assert {x.rstrip("=") for x in got} <= {x.rstrip("=") for x in names} | {"*output", "*inplace_update"}
 
 
 def test_registration(plugin: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -77,20 +90,7 @@ def test_registration(plugin: Any, monkeypatch: pytest.MonkeyPatch, caplog: pyte
     monkeypatch.setattr(importlib.metadata, "version", lambda name: VERSION)
     for _ in range(2):
         plugin.register()
-    assert registry["fi"].__module__ == f"{PLUGIN}.attention"
-
-
-def batch(requests: Sequence[tuple[int, int]], mode: str, device: str, modes: Any = None) -> Any:
-    """A step of requests of (kv_len, qo_len). With drafts seq_lens does not count them, as SGLang passes them."""
-    modes = modes or module("model_executor.forward_batch_info").ForwardMode
-    kv_lens, qo_lens = (torch.tensor(x) for x in zip(*requests))
-    return SimpleNamespace(
-        forward_mode=modes[mode], batch_size=len(requests),
-        req_pool_indices=torch.arange(1, len(requests) + 1).to(device),
-        seq_lens=(kv_lens - qo_lens if mode == "TARGET_VERIFY" else kv_lens).to(device),
-        extend_seq_lens=qo_lens.to(device), extend_seq_lens_cpu=qo_lens.tolist(), spec_info=None,
-        out_cache_loc=torch.empty(0), out_cache_loc_is_physical=False,
-    )  # fmt: skip
+    assert registry["fi"] is plugin.attention
 
 
 class Server:
@@ -120,7 +120,7 @@ class Server:
         runner: dict[str, Any] = {
             "token_to_kv_pool": self.pool, "device": device, "page_size": PAGE, "dtype": torch.bfloat16,
             "kv_cache_dtype": kv, "req_to_token_pool": SimpleNamespace(req_to_token=self.table),
-            "use_mla_backend": False, "is_draft_worker": False, "model": torch.nn.ModuleList(self.layers),
+            "is_draft_worker": False, "model": torch.nn.ModuleList(self.layers),
             "model_config": SimpleNamespace(is_encoder_decoder=False),
             "kv_index_translator": SimpleNamespace(is_translating=False),
         }  # fmt: skip
@@ -267,7 +267,6 @@ def test_graphs(plugin: Any, mode: str, device: str) -> None:
 def test_what_attention_refuses(plugin: Any) -> None:
     moved: Any = SimpleNamespace(is_translating=True)
     for changes, text in (
-        ({"use_mla_backend": True}, "the model: no multi-head latent attention"),
         ({"page_size": 1}, "--page-size: a multiple of 16 is required by --attention-backend fi; got 1"),
         ({"is_draft_worker": True}, "--speculative-draft-attention-backend: another backend"),
         ({"kv_cache_dtype": torch.uint8}, "--kv-cache-dtype: torch.bfloat16 or fp8"),

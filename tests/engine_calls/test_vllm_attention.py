@@ -81,11 +81,11 @@ def test_a_changed_forward_is_left_alone(
     assert said.startswith("fi does not replace vllm.model_executor.models.qwen3.Qwen3Attention.forward: ")
 
 
-def latent(device: str, kv: str, heads: int, requests: int) -> tuple[Any, Any]:
-    """The builder and the layer of a model with latent attention."""
+def latent(device: str, kv: str, heads: int, requests: int, prompts: Any = None) -> tuple[Any, Any]:
+    """The builder and the layer of a model with latent attention. prompts: the backend of its prefill."""
     mla = module("mla")
     impl = mla.Impl(heads, 576, 192**-0.5, 1, None, None, kv, None, "decoder", None, kv_lora_rank=512)
-    layers = SimpleNamespace(static_forward_context={"layer": SimpleNamespace(impl=impl)})
+    layers = SimpleNamespace(static_forward_context={"layer": SimpleNamespace(impl=impl, prefill_backend=prompts)})
     vllm_config = SimpleNamespace(
         compilation_config=layers, cache_config=SimpleNamespace(cache_dtype=kv),
         model_config=SimpleNamespace(dtype=torch.bfloat16), scheduler_config=SimpleNamespace(max_num_seqs=requests),
@@ -197,15 +197,21 @@ def test_the_backend_of_a_model(plugin: Any, latent: bool | None) -> None:
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("kv", ["auto", "fp8"])
 def test_no_latent_kernel_compiles_while_serving(plugin: Any, heads: int, kv: str) -> None:
-    """What decode runs for few and many requests was loaded when the engine made its builder."""
+    """What decode runs for few and many requests, and prompts, was loaded when the engine made its builder."""
     fp8 = torch.float8_e4m3fn if kv == "fp8" else None
+    prompts = module("mla_prompts").Prompts(heads, 192**-0.5, 512, 128, 64, 128, None)
     with Rehearsal(Target("cuda", "90a"), 132, 227 * 1024) as rehearsal:
-        builder, impl = latent("cpu", kv, heads, 64)
+        builder, impl = latent("cpu", kv, heads, 64, prompts)
         at_start = len(rehearsal.calls)
         for requests in (1, 64):
             b = latent_batch([5] * requests, 1, heads, 16, causal=True, kv_dtype=fp8)
             pages, lens = b.kv_indices.view(-1, 1), b.kv_len
             metadata = builder.build(pages, lens, b.qo_indptr, requests)
             impl.forward_mqa(b.q, b.cache, metadata, SimpleNamespace(_k_scale_float=0.5))
+        starts = torch.tensor([0, 5, 40], dtype=torch.int32)
+        prompts.prepare_metadata(SimpleNamespace(query_start_loc=starts, max_query_len=35))
+        k, v = (torch.zeros(40, heads, dim, dtype=torch.bfloat16) for dim in (192, 128))
+        for with_lse in (False, True):
+            prompts.run_prefill_new_tokens(k, k, v, with_lse)
     specs = [str(choice.spec) for choice, _ in rehearsal.calls]
-    assert len(specs) == at_start + 4 and set(specs[at_start:]) <= set(specs[:at_start])
+    assert len(specs) == at_start + 8 and set(specs[at_start:]) <= set(specs[:at_start])

@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from fi_core.autotuner import autotune
 from fi_core.integrations.vllm.backend import Facts
+from fi_core.integrations.vllm.mla_prompts import Prompts
 from fi_core.integrations.vllm.prepare import FP8, begin_to_compile
 from fi_core.mla import BatchMLAPagedAttentionWrapper
 
@@ -79,7 +80,8 @@ class Builder(MLACommonMetadataBuilder):  # type: ignore[misc]
         import torch
 
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, MLACommonMetadata)
-        impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
+        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        impl, prompts = layer.impl, layer.prefill_backend
         cache_dtype, q_dtype = vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype
         kv_dtype = torch.float8_e4m3fn if cache_dtype in FP8 else q_dtype
         heads = impl.num_heads * max(1, self.dcp_world_size)  # context parallel ranks gather those of each other
@@ -89,6 +91,8 @@ class Builder(MLACommonMetadataBuilder):  # type: ignore[misc]
         self.offsets: dict[int, torch.Tensor] = {}
         with autotune():
             self._load(device, heads, q_dtype, kv_dtype)
+            if isinstance(prompts, Prompts):
+                prompts.load(q_dtype, device)
 
     def _load(self, device: torch.device, heads: int, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         """Attends to zeros, for few and for many rows: no kernel is compiled or loaded while the engine serves."""

@@ -30,6 +30,14 @@ class Prompts(MLAPrefillBackend):  # type: ignore[misc]
     def supports_compute_capability(cls, device_capability: Any) -> bool:
         return bool(device_capability is not None and device_capability.major >= 8)
 
+    def load(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Attends to one token of zeros: no kernel is loaded while the engine serves."""
+        import torch
+
+        key, value = (torch.zeros(1, self.num_heads, dim, dtype=dtype, device=device) for dim in (192, 128))
+        starts = torch.arange(2, dtype=torch.int32, device=device)
+        self._attend(key, key, value, (starts, starts), 1, True, True, None)
+
     def run_prefill_new_tokens(
         self,
         q: torch.Tensor,

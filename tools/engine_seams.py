@@ -95,6 +95,7 @@ SEAMS = {
             "FlashAttnMLAImpl.__init__", "FlashAttnMLAImpl.forward_mqa",
         ),
         "vllm/model_executor/layers/activation.py": ("SiluAndMul.__init__", "SiluAndMul.forward_cuda"),
+        "vllm/model_executor/layers/layernorm.py": ("GemmaRMSNorm.__init__", "GemmaRMSNorm.forward_cuda"),
         "vllm/model_executor/layers/rotary_embedding/base.py": (
             "RotaryEmbeddingBase.__init__", "RotaryEmbedding.forward_cuda",
         ),

@@ -179,6 +179,21 @@ class SiluAndMul(CustomOp):
         return (torch.nn.functional.silu(gate) * up).to(x.dtype)
 
 
+class GemmaRMSNorm(CustomOp):
+    name = "gemma_rms_norm"
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = torch.zeros(hidden_size), eps
+
+    def forward_cuda(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """In the precision of x at least fp32; nothing in place."""
+        total = x if residual is None else x + residual
+        scale = (total.double().square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+        out = (total * scale * (1 + self.weight.double())).to(x.dtype)
+        return out if residual is None else (out, total)
+
+
 class RotaryEmbedding(CustomOp):
     name = "rotary_embedding"
 
@@ -241,6 +256,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "vllm.v1.attention.backend": BACKEND,
     "vllm.model_executor": {}, "vllm.model_executor.layers": {},
     "vllm.model_executor.layers.activation": {"SiluAndMul": SiluAndMul},
+    "vllm.model_executor.layers.layernorm": {"GemmaRMSNorm": GemmaRMSNorm},
     "vllm.model_executor.layers.rotary_embedding": ROTARY,
     "vllm.v1.attention.backends.registry": {
         "AttentionBackendEnum": AttentionBackendEnum, "register_backend": register_backend,
@@ -252,7 +268,8 @@ MODULES: dict[str, dict[str, Any]] = {
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     get_per_layer_parameters, register_backend, reshape_and_cache_flash,
     *filter(inspect.isfunction, vars(AttentionMetadataBuilder).values()), IrOp.register_impl,
-    vars(CustomOp)["register_oot"].__func__, SiluAndMul.__init__, SiluAndMul.forward_cuda, RotaryEmbedding.forward_cuda,
+    vars(CustomOp)["register_oot"].__func__, SiluAndMul.__init__, SiluAndMul.forward_cuda,
+    GemmaRMSNorm.__init__, GemmaRMSNorm.forward_cuda, RotaryEmbedding.forward_cuda,
 )  # fmt: skip
 
 

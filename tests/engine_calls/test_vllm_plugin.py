@@ -419,6 +419,25 @@ def test_layers_that_vllm_makes(layers: Any, version: str, device: str) -> None:
     assert fake_vllm.parameters(type(activation).forward_cuda) == recorded(version)["SiluAndMul.forward_cuda"]
 
 
+@pytest.mark.parametrize("shape", [(5, 128), (5, 3, 64)])
+@pytest.mark.parametrize("changed", [None, "weight", "strides"])
+def test_norms_of_gemma(layers: Any, version: str, shape: tuple[int, ...], changed: str | None, device: str) -> None:
+    """By fi's kernels, in place with a residual; what they do not take stays vLLM's."""
+    norm = sys.modules["vllm.model_executor.layers.layernorm"].GemmaRMSNorm(shape[-1], 1e-5)
+    assert fake_vllm.parameters(type(norm).forward_cuda) == recorded(version)["GemmaRMSNorm.forward_cuda"]
+    dtype = torch.float32 if changed == "weight" else torch.bfloat16
+    norm.weight = rand(shape[-1], dtype=dtype, device=device, seed=3)
+    x, residual = (rand(*shape[:-1], 2 * shape[-1], dtype=torch.bfloat16, device=device, seed=i) for i in range(2))
+    x, residual = (t[..., ::2] if changed == "strides" else t[..., : shape[-1]] for t in (x, residual))
+    own = fake_vllm.GemmaRMSNorm.forward_cuda
+    alone, (want, total) = own(norm, x.double()), own(norm, x.double(), residual.double())
+    assert_close(norm.forward_cuda(x), alone)
+    got, sums = norm.forward_cuda(x, residual)
+    assert_close(got, want)
+    assert_close(sums, total)
+    assert (got is x and sums is residual) is (changed is None and len(shape) == 2)
+
+
 @pytest.mark.parametrize("name", fake_vllm.ROTARY)
 @pytest.mark.parametrize("neox", [True, False])
 def test_rotary_embeddings(layers: Any, version: str, name: str, neox: bool, device: str) -> None:

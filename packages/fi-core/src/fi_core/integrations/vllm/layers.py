@@ -10,6 +10,7 @@ import vllm.model_executor.layers.rotary_embedding as rotary
 from vllm.ir import ops
 from vllm.model_executor.custom_op import CustomOp, PluggableLayer
 from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.quantization import register_quantization_config
 
 import fi_core
@@ -27,6 +28,7 @@ def register() -> None:
     """Adds the provider "fi" of vLLM's norms, and replaces the layers that vLLM makes from now on."""
     _provide(ops.rms_norm, rms_norm, supports_norm)
     _provide(ops.fused_add_rms_norm, fused_add_rms_norm, supports_add_norm, inplace=True)
+    _replace(GemmaRMSNorm, GemmaNorm)
     _replace(SiluAndMul, Activation)
     for name in _ROTARY:
         _replace(getattr(rotary, name), Rotary)
@@ -79,6 +81,26 @@ def fused_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     fi_core.fused_add_rmsnorm(x, x_residual, weight, epsilon)
     return x, x_residual
+
+
+class GemmaNorm:
+    """Of `GemmaRMSNorm` (Gemma, Qwen3-Next), whose fp32 weights no provider of the norms takes but torch."""
+
+    weight: torch.Tensor
+    variance_epsilon: float
+
+    def forward_cuda(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """In place with a residual."""
+        given = self.weight, self.variance_epsilon
+        if residual is None and supports_norm(x, *given):
+            out: torch.Tensor = fi_core.gemma_rmsnorm(x, *given)
+            return out
+        if residual is not None and supports_add_norm(x, residual, *given):
+            fi_core.gemma_fused_add_rmsnorm(x, residual, *given)
+            return x, residual
+        return super().forward_cuda(x, residual)  # type: ignore[misc,no-any-return]
 
 
 class Activation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from records import Result, beside, comparison, number, rows, table
 
@@ -141,13 +142,18 @@ def engines_table() -> str:
     return table(head, [(name, *(x[key] for key in ("tokens", 1, 16, 64, "graph"))) for name, x in lines.items()])
 
 
+def stage_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row of an engine was timed with, whatever its kernels."""
+    return tuple(map(row.get, ("model", "sampling", "traced", "batch")))
+
+
 def stages_table() -> str:
     """Models in an engine: fi's plugin over the engine's own kernels, FlashAttention-3 and Triton's experts."""
     found = [row for row in rows("vllm") if "model" in row]
-    own = {(row["model"], row.get("batch"), row.get("sampling")): row for row in found if row["kernels"] == "own"}
+    own = {stage_of(row): row for row in found if row["kernels"] == "own"}
     lines = []
     for row in (row for row in found if row["kernels"] == "plugin"):
-        peer = own[row["model"], row.get("batch"), row.get("sampling")]
+        peer = own[stage_of(row)]
         if "batch" in row:
             stage = f"a decode step, batch {row['batch']}"
             cells = [
@@ -155,6 +161,9 @@ def stages_table() -> str:
                 for name in ("step_ms", "graph_ms")
                 for cell in ((f"{row[name]:.2f} ms", f"{peer[name] / row[name]:.2f}x") if name in row else ("", ""))
             ]
+        elif "busy_ms" in row:
+            stage = "a step of 8,192 tokens with prompts, busy"
+            cells = [f"{row['busy_ms']:.2f} ms", f"{peer['busy_ms'] / row['busy_ms']:.2f}x", "", ""]
         else:
             stage = f"tokens/s, {row['sampling']}"
             cells = [f"{row['tok_s']:,}", f"{row['tok_s'] / peer['tok_s']:.2f}x", "", ""]

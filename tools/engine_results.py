@@ -1,7 +1,8 @@
 """Adds a run of an engine to benchmarks/results and fills the tables: python tools/engine_results.py summary.jsonl...
 
-summary.jsonl has a line for each latency and each batch of requests that an engine was timed with, by tags such as
-pl-deep (fi's plugin) and fa-deep (the engine's own kernels). Rows of the same model are replaced.
+summary.jsonl has a line for each latency, each batch of requests that an engine was timed with, and each window of
+steps whose kernels were traced, by tags such as pl-deep (fi's plugin) and fa-deep (the engine's own kernels). Rows of
+the same model and stage are replaced.
 """
 
 from __future__ import annotations
@@ -46,13 +47,26 @@ def rows(lines: Iterable[dict[str, Any]], version: str = "0.24.0") -> Iterator[d
             yield row | {"batch": line["batch"]} | times | build
         elif line.get("kind") == "bench":
             yield row | {"sampling": SAMPLING[line["seed"] % 2], "tok_s": line["tok_s"]}
+        elif line.get("steps") and line["window"].startswith("mixed"):
+            yield row | {"traced": "prompts", "busy_ms": round(line["busy_ms"] / line["steps"], 3)}
+
+
+def place(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Where a row stands in the file: those of no model as they stood, then by models, kernels and stages."""
+    if "model" not in row:
+        return (-1,)
+    model = list(MODELS.values()).index(row["model"])
+    stage = "sampling" not in row, "traced" not in row, row.get("batch", 0)
+    return model, row["kernels"] == "plugin", *stage
 
 
 def main(paths: list[str]) -> None:
     found = [*rows(json.loads(line) for path in paths for line in Path(path).read_text().splitlines())]
-    models = {row["model"] for row in found}
-    kept = [row for row in map(json.loads, RESULTS.read_text().splitlines()) if row.get("model") not in models]
-    RESULTS.write_text("".join(json.dumps(row) + "\n" for row in [*kept, *found]))
+    replaced = {results.layers.stage_of(row) for row in found}
+    before = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    kept = [row for row in before if "model" not in row or results.layers.stage_of(row) not in replaced]
+    both = sorted([*kept, *found], key=place)
+    RESULTS.write_text("".join(json.dumps(row) + "\n" for row in both))
     for page in results.pages():
         page.write_text(results.filled(page.read_text()))
 

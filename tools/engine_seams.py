@@ -96,6 +96,9 @@ SEAMS = {
         ),
         "vllm/model_executor/layers/activation.py": ("SiluAndMul.__init__", "SiluAndMul.forward_cuda"),
         "vllm/model_executor/layers/layernorm.py": ("GemmaRMSNorm.__init__", "GemmaRMSNorm.forward_cuda"),
+        "vllm/model_executor/layers/rotary_embedding/deepseek_scaling_rope.py": (
+            "DeepseekScalingRotaryEmbedding.forward_cuda",
+        ),
         "vllm/model_executor/layers/rotary_embedding/base.py": (
             "RotaryEmbeddingBase.__init__", "RotaryEmbedding.forward_cuda",
         ),

@@ -224,13 +224,28 @@ class RotaryEmbedding(CustomOp):
         return self._rotated(positions, query), None if key is None else self._rotated(positions, key)
 
     def _rotated(self, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        x = rows.unflatten(-1, (-1, self.head_size)).double()
+        x = rows.reshape(len(rows), -1, self.head_size).double()
         cos, sin = self.cos_sin_cache[positions].double()[:, None].chunk(2, -1)
         part, rest = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
         a, b = part.chunk(2, -1) if self.is_neox_style else (part[..., ::2], part[..., 1::2])
         turned = a * cos - b * sin, b * cos + a * sin
         part = torch.cat(turned, -1) if self.is_neox_style else torch.stack(turned, -1).flatten(-2)
-        return torch.cat([part, rest], -1).flatten(-2).to(rows.dtype)
+        return torch.cat([part, rest], -1).view(rows.shape).to(rows.dtype)
+
+
+class DeepseekScalingRotaryEmbedding(RotaryEmbedding):
+    def __init__(self, *given: Any, **named: Any) -> None:
+        self.use_flashinfer = False  # which is not installed
+        super().__init__(*given, **named)
+
+    def forward_cuda(  # type: ignore[override]
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return super().forward_cuda(positions if offsets is None else positions + offsets, query, key)
 
 
 ROTARY = {
@@ -257,7 +272,8 @@ MODULES: dict[str, dict[str, Any]] = {
     "vllm.model_executor": {}, "vllm.model_executor.layers": {},
     "vllm.model_executor.layers.activation": {"SiluAndMul": SiluAndMul},
     "vllm.model_executor.layers.layernorm": {"GemmaRMSNorm": GemmaRMSNorm},
-    "vllm.model_executor.layers.rotary_embedding": ROTARY,
+    "vllm.model_executor.layers.rotary_embedding": ROTARY
+    | {"DeepseekScalingRotaryEmbedding": DeepseekScalingRotaryEmbedding},
     "vllm.v1.attention.backends.registry": {
         "AttentionBackendEnum": AttentionBackendEnum, "register_backend": register_backend,
     },
@@ -269,7 +285,8 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     get_per_layer_parameters, register_backend, reshape_and_cache_flash,
     *filter(inspect.isfunction, vars(AttentionMetadataBuilder).values()), IrOp.register_impl,
     vars(CustomOp)["register_oot"].__func__, SiluAndMul.__init__, SiluAndMul.forward_cuda,
-    GemmaRMSNorm.__init__, GemmaRMSNorm.forward_cuda, RotaryEmbedding.forward_cuda,
+    GemmaRMSNorm.__init__, GemmaRMSNorm.forward_cuda,
+    DeepseekScalingRotaryEmbedding.forward_cuda, RotaryEmbedding.forward_cuda,
 )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ def register() -> None:
     _replace(SiluAndMul, Activation)
     for name in _ROTARY:
         _replace(getattr(rotary, name), Rotary)
+    _replace(rotary.DeepseekScalingRotaryEmbedding, DeepseekRotary)
     qk_norm.register(Rotary)
     sampler.register()
     gdn.register(_replace)
@@ -114,14 +115,22 @@ class Activation:
 class Rotary:
     """Of rotary embeddings with a table of angles."""
 
-    use_flashinfer = True  # vLLM keeps the table in fp32 then
     head_size: int
     is_neox_style: bool
     cos_sin_cache: torch.Tensor
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
         self.is_enabled = self.enabled()  # type: ignore[attr-defined]  # else vLLM leaves it to its compiler
+        super().__init__(*given, **named)
+
+    @property
+    def use_flashinfer(self) -> bool:
+        """vLLM keeps the table in fp32 then."""
+        return bool(self.is_enabled)
+
+    @use_flashinfer.setter
+    def use_flashinfer(self, chosen: bool) -> None:
+        """vLLM's own choice is for where FlashInfer is installed."""
 
     def forward_cuda(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
@@ -132,3 +141,16 @@ class Rotary:
             positions, query, other, self.head_size, self.cos_sin_cache, self.is_neox_style
         )
         return query, key
+
+
+class DeepseekRotary(Rotary):
+    """Of `DeepseekScalingRotaryEmbedding`, which torch computes in a dozen kernels."""
+
+    def forward_cuda(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return super().forward_cuda(positions if offsets is None else positions + offsets, query, key)

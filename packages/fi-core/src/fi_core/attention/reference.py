@@ -37,10 +37,13 @@ def attend_request(  # type: ignore[no-untyped-def]
 def gather_pages(cache, kv_indptr, kv_indices, kv_last_page_len, seq_lens, request, kv_layout):  # type: ignore[no-untyped-def]
     """The tokens of one request, [kv_len, heads, d]."""
     pages = kv_indices[int(kv_indptr[request]) : int(kv_indptr[request + 1])].long()
-    tokens = (cache[pages] if kv_layout == "NHD" else cache[pages].transpose(1, 2)).flatten(0, 1)
     page_size = cache.shape[1 if kv_layout == "NHD" else 2]
-    length = max(len(pages) - 1, 0) * page_size + int(kv_last_page_len[request]) if len(pages) else 0
-    return tokens[: length if seq_lens is None else int(seq_lens[request])]
+    if seq_lens is not None:
+        length = int(seq_lens[request])
+    else:
+        length = max(len(pages) - 1, 0) * page_size + int(kv_last_page_len[request]) if len(pages) else 0
+    cache = cache[pages[: (length + page_size - 1) // page_size]]
+    return (cache if kv_layout == "NHD" else cache.transpose(1, 2)).flatten(0, 1)[:length]
 
 
 def attend_pages(  # type: ignore[no-untyped-def]
@@ -49,8 +52,8 @@ def attend_pages(  # type: ignore[no-untyped-def]
     v_cache,
     kv_indptr,
     kv_indices,
-    kv_last_page_len,
     sm_scale,
+    kv_last_page_len=None,
     qo_indptr=None,
     seq_lens=None,
     q_scale=1.0,
@@ -58,11 +61,14 @@ def attend_pages(  # type: ignore[no-untyped-def]
     v_scale=1.0,
     kv_layout="NHD",
     causal=False,
+    prefix=None,
+    seen=None,
     **options,
 ):
     """`attend_request` of each request of a batch over its pages, with these options: output and base-2 lse.
 
-    Without qo_indptr all requests have the same number of rows, and several are causal.
+    Without qo_indptr all requests have the same number of rows, and several are causal. prefix: k and v of tokens
+    before those of each request. seen: its custom_mask, a function of its rows of q and the numbers of its keys.
     """
     import torch
 
@@ -77,12 +83,9 @@ def attend_pages(  # type: ignore[no-untyped-def]
             gather_pages(cache, kv_indptr, kv_indices, kv_last_page_len, seq_lens, request, kv_layout)
             for cache in (k_cache, v_cache)
         )
+        if prefix is not None:
+            k, v = (torch.cat(parts) for parts in zip(prefix, (k, v)))
+        if seen is not None:
+            options["custom_mask"] = seen(rows, torch.arange(len(k), device=q.device))
         out[rows], lse[rows] = attend_request(q[rows], k, v, sm_scale * q_scale * k_scale, causal, **options)
     return out * v_scale, lse
-
-
-def gather_table(cache, block_table, kv_len):  # type: ignore[no-untyped-def]
-    """The tokens of one request from a row of a block table, [kv_len, heads, d]; the cache is HND."""
-    page_size = cache.shape[2]
-    pages = block_table[: (kv_len + page_size - 1) // page_size].long()
-    return cache[pages].transpose(1, 2).flatten(0, 1)[:kv_len]

@@ -12,7 +12,6 @@ from fi_core.attention.mask import byte_bounds, check_packed, pack
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import facts_of
 from fi_core.attention.ops.single import attend, single_choice
-from fi_core.attention.reference import attend_request
 from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Scalar, Tensor
 from fi_core.runtime.dispatch import Choice
@@ -25,18 +24,9 @@ from fi_core.utils import MaskMode, constants
 _BACKENDS = frozenset({"auto", "fa2", "fa3"})
 
 
-def _decode_reference(q, k, v, kv_layout="NHD", window_left=-1, logits_soft_cap=None, sm_scale=None):  # type: ignore[no-untyped-def]
-    if kv_layout == "HND":
-        k, v = k.transpose(0, 1), v.transpose(0, 1)
-    scale = q.shape[1] ** -0.5 if sm_scale is None else sm_scale
-    out, lse = attend_request(q[None], k, v, scale, True, window_left, logits_soft_cap)
-    return out[0], lse[0]
-
-
 _decode_trace = single_trace(
     "decode",
     (),
-    _decode_reference,
     ({"window_left": 5, "sm_scale": 0.3}, {"logits_soft_cap": 4.0}, {"kv_len": 0}),
     "Attention of one query token, grouped heads; the reference also returns the LSE.",
 )
@@ -183,19 +173,9 @@ def _decode_as_batch(
     return out.squeeze(0) if lse is None else (out.squeeze(0), lse.squeeze(0))
 
 
-def _prefill_reference(  # type: ignore[no-untyped-def]
-    q, k, v, custom_mask=None, causal=False, kv_layout="NHD", sm_scale=None, window_left=-1, logits_soft_cap=None
-):
-    if kv_layout == "HND":
-        k, v = k.transpose(0, 1), v.transpose(0, 1)
-    scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
-    return attend_request(q, k, v, scale, causal, window_left, logits_soft_cap, None, custom_mask)
-
-
 _prefill_trace = single_trace(
     "prefill",
     ("qo_len",),
-    _prefill_reference,
     ({"causal": True}, {"causal": True, "window_left": 5, "sm_scale": 0.3}, {"logits_soft_cap": 4.0}),
     "Attention of the tokens of one request, grouped heads; the reference also returns the LSE.",
     custom_mask=Tensor(["qo_len", "kv_len"], dtype="bool", optional=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fi_core.attention.reference import attend_request
@@ -11,6 +11,16 @@ from fi_core.observe.draw import Draw, nbytes
 from fi_core.observe.trace import Scalar, Tensor, TraceTemplate, Work, axes_of, dispatcher, options, words
 
 _OTHERS = words("pos_encoding_mode q_scale k_scale v_scale scale_q scale_k scale_v packed_custom_mask kv_cache_sf")
+
+
+def _reference(  # type: ignore[no-untyped-def]
+    q, k, v, custom_mask=None, causal=False, kv_layout="NHD", sm_scale=None, window_left=-1, logits_soft_cap=None
+):
+    if kv_layout == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    rows, scale = q if q.ndim == 3 else q[None], q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    out, lse = attend_request(rows, k, v, scale, causal, window_left, logits_soft_cap, None, custom_mask)
+    return (out, lse) if q.ndim == 3 else (out[0], lse[0])
 
 
 def _make(
@@ -55,7 +65,6 @@ def _work(arguments: Mapping[str, Any]) -> Work:
 def single_trace(
     kind: str,
     rows: Sequence[str],
-    reference: Callable[..., Any],
     samples: Sequence[dict[str, Any]],
     description: str,
     **inputs: Tensor | Scalar,
@@ -78,7 +87,7 @@ def single_trace(
             axes=axes_of(taken, num_qo_heads="h", num_kv_heads="kv", head_dim_qk="d", head_dim_vo=""),
             inputs=taken,
             outputs={"output": output, **lse},
-            reference=(attend_request, reference),
+            reference=(attend_request, _reference),
             op="single_attention",
             make=with_sizes(_make, hidden, with_lse=with_lse, kv_layout=layout, **only),
             samples=_samples(*samples),

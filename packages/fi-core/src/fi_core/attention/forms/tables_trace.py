@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from fi_core.attention.reference import attend_request, gather_table
+from fi_core.attention.reference import attend_pages, attend_request, gather_pages
 from fi_core.observe.trace import Scalar, Tensor, TraceTemplate, axes_of, dispatcher, options, tensors, words
 
 _OTHERS = words(
@@ -14,28 +13,18 @@ _OTHERS = words(
 )
 
 
-def _decode_reference(query, k_cache, v_cache, block_tables, seq_lens, bmm1_scale=1.0, bmm2_scale=1.0, window_left=-1):  # type: ignore[no-untyped-def]
-    out = query.double().new_empty((*query.shape[:2], v_cache.shape[3]))
-    for b, n in enumerate(seq_lens.tolist()):
-        k, v = (gather_table(cache, block_tables[b], n) for cache in (k_cache, v_cache))
-        out[b] = attend_request(query[b : b + 1], k, v, bmm1_scale, True, window_left)[0][0]
-    return out * bmm2_scale
-
-
-def _prefill_reference(  # type: ignore[no-untyped-def]
-    query, k_cache, v_cache, block_tables, seq_lens, cum_seq_lens_q, bmm1_scale, bmm2_scale, window_left=-1, causal=True
+def _reference(  # type: ignore[no-untyped-def]
+    query, k_cache, v_cache, block_tables, seq_lens, bmm1_scale=1.0, bmm2_scale=1.0, cum_seq_lens_q=None, **options
 ):
-    out, bounds = query.double().new_zeros((*query.shape[:2], v_cache.shape[3])), cum_seq_lens_q.tolist()
-    for b, n in enumerate(seq_lens.tolist()):
-        rows = slice(bounds[b], bounds[b + 1])
-        k, v = (gather_table(cache, block_tables[b], n) for cache in (k_cache, v_cache))
-        out[rows] = attend_request(query[rows], k, v, bmm1_scale, causal, window_left)[0]
-    return out * bmm2_scale
+    import torch
+
+    options = {"causal": True, **options, "seq_lens": seq_lens, "qo_indptr": cum_seq_lens_q, "kv_layout": "HND"}
+    options |= {"kv_indptr": torch.arange(len(seq_lens) + 1) * block_tables.shape[1]}
+    indices = block_tables.flatten()
+    return attend_pages(query, k_cache, v_cache, kv_indices=indices, sm_scale=bmm1_scale, **options)[0] * bmm2_scale
 
 
-def _tables(
-    kind: str, rows: str, inputs: dict[str, Tensor | Scalar], reference: Callable[..., Any], description: str
-) -> Any:
+def _tables(kind: str, rows: str, inputs: dict[str, Tensor | Scalar], description: str) -> Any:
     """A trace for `fi_api`: a template for calls in the default layout, HND, with one table; None for others.
 
     rows: the axis of the query's rows; inputs: those of the kind.
@@ -54,7 +43,7 @@ def _tables(
         axes=axes_of(taken, num_qo_heads="h", num_kv_heads="kv", head_dim="d", page_size="ps"),
         inputs=taken,
         outputs=tensors({"dtype_from": "query"}, output=f"{rows} num_qo_heads head_dim"),
-        reference=(attend_request, gather_table, reference),
+        reference=(attend_request, gather_pages, attend_pages, _reference),
         tags=("kv_layout:HND",),
         others=[name for name in _OTHERS if name not in inputs],
         description=f"{description} over a block table; all scales are explicit.",
@@ -72,5 +61,5 @@ _PREFILL: dict[str, Tensor | Scalar] = {
     **dict.fromkeys(("bmm1_scale", "bmm2_scale"), Scalar()),
     **options(bool="causal"),
 }
-decode = _tables("decode", "batch_size", _DECODE, _decode_reference, "Attention of one query token a request")
-prefill = _tables("prefill", "qo_tokens", _PREFILL, _prefill_reference, "Attention of the last tokens of each request")
+decode = _tables("decode", "batch_size", _DECODE, "Attention of one query token a request")
+prefill = _tables("prefill", "qo_tokens", _PREFILL, "Attention of the last tokens of each request")

@@ -13,7 +13,7 @@ from fi_core.observe.trace import Planned, Scalar, Tensor, Work, options, tensor
 
 
 def _mixed_reference(kv_len_arr, **options):  # type: ignore[no-untyped-def]
-    return attend_pages(kv_last_page_len=kv_len_arr, seq_lens=kv_len_arr, **options)
+    return attend_pages(seq_lens=kv_len_arr, **options)
 
 
 def _halves_reference(  # type: ignore[no-untyped-def]
@@ -50,9 +50,7 @@ MIXED = trace.template(
     {
         **tensors(q="total_q num_qo_heads head_dim"),
         **trace.caches("kv_cache"),
-        **trace.QO_INDPTR,
-        **{name: trace.TABLE[name] for name in ("kv_indptr", "kv_indices")},
-        **tensors({"dtype": "int32"}, kv_len_arr="batch_size"),
+        **trace.tables("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"),
         "sm_scale": Scalar(),
         **options(bool="causal", string="kv_layout"),
     },
@@ -106,15 +104,10 @@ def _work_halves(x: Mapping[str, Any]) -> Work:
     )
 
 
-def _tables(suffix: str, *names: str) -> dict[str, Tensor | Scalar]:
-    axes = {"qo_indptr": "len_indptr", "kv_indptr": "len_indptr", "kv_indices": "num_kv_indices"}
-    return {n + suffix: Tensor([axes.get(n, "batch_size") + suffix], dtype="int32") for n in names}
-
-
 _DECODE: dict[str, Tensor | Scalar] = {
     "q_d": Tensor(["num_d", "num_qo_heads", "head_dim"]),
     **trace.caches("paged_kv_cache_d"),
-    **_tables("_d", "kv_indptr", "kv_indices", "last_page_len"),
+    **trace.tables("kv_indptr", "kv_indices", "last_page_len", suffix="_d"),
     "sm_scale": Scalar(),
     "causal_p": Scalar("bool", optional=True),
 }
@@ -151,7 +144,7 @@ BATCH_POD = _pod(
     "gqa_paged_batch_pod",
     {
         **trace.caches("paged_kv_cache_p", suffix="_p"),
-        **_tables("_p", "qo_indptr", "kv_indptr", "kv_indices", "last_page_len"),
+        **trace.tables("qo_indptr", "kv_indptr", "kv_indices", "last_page_len", suffix="_p"),
     },
     _make_batch_pod,
     op=(*trace.PREFILL, *trace.DECODE),

@@ -5,66 +5,40 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fi_core.attention.wrappers.inputs import lengths_of
+from fi_core.attention.reference import attend_pages, attend_request, gather_pages
+from fi_core.attention.wrappers.inputs import lengths_of, normal, pages_of
+from fi_core.attention.wrappers.trace import tables
 from fi_core.observe.draw import Draw, nbytes
 from fi_core.observe.trace import Planned, Scalar, Tensor, TraceTemplate, Work, axes_of, options, sized, tensors, words
 from fi_core.runtime.lazy import torch
-from fi_core.utils import canonicalize_torch_dtype, ceil_div
+from fi_core.utils import canonicalize_torch_dtype
 
 _SCALE = 192**-0.5  # of the widths before absorption, 128 + 64
 _WORKSPACE = 64 << 20
 
 
-def _reference(  # type: ignore[no-untyped-def]
-    q_nope,
-    q_pe,
-    ckv_cache,
-    kpe_cache,
-    qo_indptr,
-    kv_indptr,
-    kv_indices,
-    kv_len_arr,
-    sm_scale,
-    causal=False,
-    ckv_scale=None,
-    kpe_scale=None,
-):
+def _reference(q_nope, q_pe, ckv_cache, kpe_cache, kv_len_arr, ckv_scale=None, kpe_scale=None, **options):  # type: ignore[no-untyped-def]
     import torch
 
-    out = torch.zeros(q_nope.shape, dtype=torch.float64, device=q_nope.device)
-    for request in range(len(kv_len_arr)):
-        rows = slice(int(qo_indptr[request]), int(qo_indptr[request + 1]))
-        pages = kv_indices[int(kv_indptr[request]) : int(kv_indptr[request + 1])].long()
-        kv_len = int(kv_len_arr[request])
-        ckv, kpe = (x[pages].flatten(0, 1)[:kv_len].double() for x in (ckv_cache, kpe_cache))
-        ckv, kpe = (x if s is None else x * s for x, s in ((ckv, ckv_scale), (kpe, kpe_scale)))
-        score = torch.einsum("qhd,kd->qhk", q_nope[rows].double(), ckv)
-        score = (score + torch.einsum("qhd,kd->qhk", q_pe[rows].double(), kpe)) * sm_scale
-        if causal:
-            last = torch.arange(score.shape[0], device=score.device) + kv_len - score.shape[0]
-            score = score.masked_fill(torch.arange(kv_len, device=score.device) > last[:, None, None], -torch.inf)
-        weight = torch.where((score > -torch.inf).any(-1, keepdim=True), score.softmax(-1), 0.0)
-        out[rows] = torch.einsum("qhk,kd->qhd", weight, ckv)
-    return out
+    ckv = ckv_cache.double() * (1.0 if ckv_scale is None else ckv_scale)
+    kpe = kpe_cache.double() * (1.0 if kpe_scale is None else kpe_scale)
+    q, k = torch.cat((q_nope, q_pe), -1), torch.cat((ckv, kpe), -1)
+    return attend_pages(q, k.unsqueeze(2), ckv.unsqueeze(2), seq_lens=kv_len_arr, **options)[0]
 
 
 @sized(batch_size=64, kv_len=4096, qo_len=1, num_heads=16, page_size=64, causal=False, dtype="bfloat16", kv_dtype=None)
 def _make(draw: Draw, s: Any) -> dict[str, Any]:
     kv_lens = lengths_of(s.kv_len, s.batch_size)
     qo_lens = lengths_of(s.qo_len, len(kv_lens))
-    counts = [ceil_div(n, s.page_size) for n in kv_lens]
-    fp8 = canonicalize_torch_dtype(s.kv_dtype or s.dtype).itemsize == 1
-    pages, tokens = sum(counts) + 1, sum(qo_lens)
-
-    def cache(width: int) -> Any:
-        rows = draw.pages((pages, s.page_size, width), s.kv_dtype or s.dtype)
-        return rows if fp8 else draw.rows(rows)  # CUDA kernels require rows at multiples of 16 bytes
-
-    q = {n: draw.rows(draw.normal((tokens, s.num_heads, w), s.dtype)) for n, w in (("q_nope", 512), ("q_pe", 64))}
-    tables = {"ckv_cache": cache(512), "kpe_cache": cache(64), "qo_indptr": draw.offsets(qo_lens)}
-    tables |= {"kv_indptr": draw.offsets(counts), "kv_indices": draw.permutation(pages)[: pages - 1].int()}
+    table, dtype = pages_of(draw, kv_lens, s.page_size), canonicalize_torch_dtype(s.kv_dtype or s.dtype)
+    fp8, pages = dtype.itemsize == 1, len(table["kv_indices"]) + 1
+    found = {n: normal(draw, (sum(qo_lens), s.num_heads, w), s.dtype) for n, w in (("q_nope", 512), ("q_pe", 64))}
+    for name, width in (("ckv_cache", 512), ("kpe_cache", 64)):
+        rows = draw.pages((pages, s.page_size, width), dtype)
+        found[name] = rows if fp8 else draw.rows(rows)  # CUDA kernels require rows at multiples of 16 bytes
+    table |= {"qo_indptr": draw.offsets(qo_lens), "kv_len_arr": draw.int32(kv_lens)}
     scales = {"ckv_scale": 0.5, "kpe_scale": 1.5} if fp8 else {}
-    return {**q, **tables, "kv_len_arr": draw.int32(kv_lens), "sm_scale": _SCALE, "causal": s.causal, **scales}
+    return {**found, **table, "sm_scale": _SCALE, "causal": s.causal, **scales}
 
 
 def _plan(wrapper: Callable[..., Any], x: Mapping[str, Any]) -> Any:
@@ -84,13 +58,12 @@ def _work(x: Mapping[str, Any]) -> Work:
     return Work(2 * pairs * heads * 1088, cache + 2 * nbytes(x["q_nope"]) + nbytes(x["q_pe"]))
 
 
-_TABLES = {"qo_indptr": "len_indptr", "kv_indptr": "len_indptr"}
-_TABLES |= {"kv_indices": "num_kv_indices", "kv_len_arr": "batch_size"}
+_TABLES = tables("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 PLANNED: Planned = {name: f"_{name}_buf" for name in _TABLES} | {"sm_scale": "_sm_scale", "causal": "_causal"}
 _INPUTS: dict[str, Tensor | Scalar] = {
     **tensors(q_nope="tokens num_heads head_dim_ckv", q_pe="tokens num_heads head_dim_kpe"),
     **tensors(ckv_cache="num_pages page_size head_dim_ckv", kpe_cache="num_pages page_size head_dim_kpe"),
-    **{name: Tensor([axis], param=name, dtype="int32") for name, axis in _TABLES.items()},
+    **_TABLES,
     "sm_scale": Scalar(),
     **options(bool="causal", float32="ckv_scale kpe_scale"),
 }
@@ -100,7 +73,7 @@ TEMPLATE = TraceTemplate(
     inputs=_INPUTS,
     outputs=tensors({"dtype_from": "q_nope"}, output="tokens num_heads head_dim_ckv"),
     constraints=("len_indptr == batch_size + 1",),
-    reference=_reference,
+    reference=(attend_request, gather_pages, attend_pages, _reference),
     op=("batch_mla", "mla_plan"),
     make=_make,
     plan=_plan,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fi_core.attention.reference import attend_request, gather_pages
+from fi_core.attention.reference import attend_pages, attend_request
 from fi_core.attention.wrappers import inputs, trace
 from fi_core.attention.wrappers.inputs import HEADS, PAGED, attention_work, kept, lengths_of, normal, paged, plain_calls
 from fi_core.observe.draw import Draw, nbytes
@@ -18,16 +18,13 @@ _BLOCKS: dict[str, Any] = {"qo_len": 8192, "kv_len": 8192, "block_rows": 128, "b
 
 
 # A pattern of blocks for all heads.
-def _blocks_reference(q, k, v, indptr, indices, R, C, sm_scale, causal=False):  # type: ignore[no-untyped-def]
+def _blocks_reference(q, k, v, indptr, indices, R, C, **options):  # type: ignore[no-untyped-def]
     import torch
 
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    for row in range(len(indptr) - 1):
-        columns = indices[int(indptr[row]) : int(indptr[row + 1])].long()
-        keys = (columns[:, None] * C + torch.arange(C, device=columns.device)).flatten().to(q.device)
-        rows = slice(row * R, min(len(q), (row + 1) * R))
-        out[rows], _ = attend_request(q[rows], k[keys], v[keys], sm_scale, causal)
-    return out
+    rows = torch.arange(len(indptr)) * R
+    options |= {"qo_indptr": rows.clamp(max=len(q)), "kv_last_page_len": torch.full_like(rows, C)}
+    k, v = (x.unflatten(0, (-1, C)) for x in (k, v))
+    return attend_pages(q, k, v, kv_indptr=indptr, kv_indices=indices, **options)[0]
 
 
 @sized(**_BLOCKS, **HEADS)
@@ -62,7 +59,7 @@ BLOCKS = trace.template(
         "C": Scalar("int32", description="Columns of a block."),
         **_SCORES,
     },
-    reference=(attend_request, _blocks_reference),
+    _blocks_reference,
     outputs={"output": Tensor(["qo_len", "num_qo_heads", "head_dim"], dtype_from_scalar="o_data_type", dtype_from="q")},
     op=trace.PREFILL,
     make=_make_blocks,
@@ -137,21 +134,8 @@ HEAD_BLOCKS = trace.template(
 
 
 # A prefix of all requests.
-def _prefix_reference(  # type: ignore[no-untyped-def]
-    q, k_shared, v_shared, k_cache, v_cache, kv_indptr, kv_indices, kv_last_page_len, sm_scale, qo_indptr=None,
-    causal=False,
-):  # fmt: skip
-    import torch
-
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    for request in range(len(kv_last_page_len)):
-        begin, end = (request, request + 1) if qo_indptr is None else qo_indptr[request : request + 2].tolist()
-        k, v = (
-            torch.cat((shared, gather_pages(cache, kv_indptr, kv_indices, kv_last_page_len, None, request, "NHD")))
-            for shared, cache in ((k_shared, k_cache), (v_shared, v_cache))
-        )
-        out[begin:end], _ = attend_request(q[begin:end], k, v, sm_scale, causal)
-    return out
+def _prefix_reference(q, k_shared, v_shared, **options):  # type: ignore[no-untyped-def]
+    return attend_pages(q, prefix=(k_shared, v_shared), **options)[0]
 
 
 def _make_prefix(draw: Draw, s: Any) -> dict[str, Any]:
@@ -183,7 +167,7 @@ def _prefix(kind: str, make: Callable[..., dict[str, Any]], samples: Sequence[Ma
             **trace.TABLE,
             **(_SCORES if prefill else {"sm_scale": Scalar()}),
         },
-        reference=(attend_request, gather_pages, _prefix_reference),
+        _prefix_reference,
         op=(*(trace.PREFILL if prefill else trace.DECODE), "merge_state", "single_attention"),
         make=make,
         samples=samples,
@@ -202,23 +186,15 @@ PREFILL_PREFIX = _prefix(
 
 
 # Ranges in both directions.
-def _ranges_reference(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_len, bidirectional_ranges, sm_scale
-):
+def _ranges_reference(q, bidirectional_ranges, **options):  # type: ignore[no-untyped-def]
     import torch
 
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    for request in range(len(kv_last_page_len)):
-        rows = slice(int(qo_indptr[request]), int(qo_indptr[request + 1]))
-        k, v = (
-            gather_pages(cache, kv_indptr, kv_indices, kv_last_page_len, None, request, "NHD")
-            for cache in (k_cache, v_cache)
-        )
-        key, ranges = torch.arange(len(k), device=q.device), bidirectional_ranges[rows].long()
-        position = torch.arange(len(ranges), device=q.device)[:, None] + len(k) - len(ranges)
-        seen = (key <= position) | ((key >= ranges[:, :1]) & (key <= ranges[:, 1:]))
-        out[rows], _ = attend_request(q[rows], k, v, sm_scale, custom_mask=seen)
-    return out
+    def seen(rows, key):  # type: ignore[no-untyped-def]
+        first, last = bidirectional_ranges[rows].long().T[..., None]
+        position = torch.arange(len(first), device=q.device)[:, None] + len(key) - len(first)
+        return (key <= position) | ((key >= first) & (key <= last))
+
+    return attend_pages(q, seen=seen, **options)[0]
 
 
 @paged(batch_size=4, qo_len=2048, range_len=256, **PAGED)
@@ -244,7 +220,7 @@ RANGES = trace.template(
         "bidirectional_ranges": Tensor(["total_q", "two"], dtype="int32"),
         "sm_scale": Scalar(),
     },
-    reference=(attend_request, gather_pages, _ranges_reference),
+    _ranges_reference,
     op=trace.PREFILL,
     make=_make_ranges,
     samples=({**trace.SMALL, "qo_len": (40, 3), "range_len": 8},),

@@ -25,7 +25,7 @@ def _cascade_reference(q, k_cache, v_cache, sm_scale, causal=False, **options): 
 
     levels: list[dict[str, torch.Tensor]] = []
     while f"qo_indptr_{len(levels)}" in options:
-        names = ("kv_indptr", "kv_indices", "kv_last_page_len", "qo_indptr")
+        names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len")
         levels.append({name: options.pop(f"{name}_{len(levels)}") for name in names})
     states = [
         attend_pages(q, k_cache, v_cache, sm_scale=sm_scale, causal=causal and level is levels[-1], **level, **options)
@@ -80,16 +80,17 @@ def template(
     return TraceTemplate(op_type, axes=axes_of(taken, **FIXED), inputs=taken, **usual | options)
 
 
-def table(name: str, axis: str, **options: Any) -> Tensor:
-    return Tensor([axis], param=name, dtype="int32", **options)
+_AXES = {"qo_indptr": "len_indptr", "kv_indptr": "len_indptr", "kv_indices": "num_kv_indices"}
 
 
-TABLE: dict[str, Tensor | Scalar] = {
-    "kv_indptr": table("kv_indptr", "len_indptr"),
-    "kv_indices": table("kv_indices", "num_kv_indices"),
-    "kv_last_page_len": table("kv_last_page_len", "batch_size"),
-}
-QO_INDPTR: dict[str, Tensor | Scalar] = {"qo_indptr": table("qo_indptr", "len_indptr")}
+def tables(*names: str, suffix: str = "", **options: Any) -> dict[str, Tensor | Scalar]:
+    """Tables of a batch. suffix: of the names and axes."""
+    axes = {name: _AXES.get(name, "batch_size") + suffix for name in names}
+    return {name + suffix: Tensor([axis], dtype="int32", **options) for name, axis in axes.items()}
+
+
+TABLE = tables("kv_indptr", "kv_indices", "kv_last_page_len")
+QO_INDPTR = tables("qo_indptr")
 
 
 def caches(
@@ -131,7 +132,7 @@ def _batch_template(kind: str, layout: str, with_lse: bool) -> TraceTemplate:
     is_paged, of_prefill = kind != "ragged_prefill", op is PREFILL
     tokens = "total_kv num_kv_heads" if layout == "NHD" else "num_kv_heads total_kv"
     keys: Mapping[str, Any] = tensors(k=f"{tokens} head_dim", v=f"{tokens} head_dim_vo")
-    tables = {**TABLE, "seq_lens": table("seq_lens", "batch_size", optional=True)}
+    of_pages = {**TABLE, **tables("seq_lens", optional=True)}
     lse = Tensor([rows, "num_qo_heads"], dtype="float32", description="Base 2; the reference always returns it.")
     out = Tensor([rows, "num_qo_heads", "head_dim_vo"], dtype_from_scalar="o_data_type", dtype_from=None)
     return template(
@@ -140,7 +141,7 @@ def _batch_template(kind: str, layout: str, with_lse: bool) -> TraceTemplate:
             "q": Tensor([rows, "num_qo_heads", "head_dim"]),
             **(caches(layout=layout, dim_vo="head_dim_vo") if is_paged else keys),
             **(QO_INDPTR if of_prefill else {}),
-            **(tables if is_paged else {"kv_indptr": TABLE["kv_indptr"]}),
+            **(of_pages if is_paged else tables("kv_indptr")),
             **_OPTIONS,
             **({"causal": CAUSAL} if of_prefill else {}),
             **_RUN_OPTIONS,
@@ -159,26 +160,25 @@ def _batch_template(kind: str, layout: str, with_lse: bool) -> TraceTemplate:
     )
 
 
-_LEVEL_TABLES = (
-    ("qo_indptr", "qo_indptr_arr", "len_indptr"),
-    ("kv_indptr", "paged_kv_indptr_arr", "len_indptr"),
-    ("kv_indices", "paged_kv_indices_arr", "num_kv_indices"),
-    ("kv_last_page_len", "paged_kv_last_page_len", "batch_size"),
-)
+_LEVELS = {
+    "qo_indptr": "qo_indptr_arr",
+    "kv_indptr": "paged_kv_indptr_arr",
+    "kv_indices": "paged_kv_indices_arr",
+    "kv_last_page_len": "paged_kv_last_page_len",
+}  # arguments of `plan`
 
 
 @functools.cache
 def _cascade_template(layout: str, levels: int) -> TraceTemplate:
-    tables: dict[str, Tensor | Scalar] = {
-        f"{name}_{level}": table(param, f"{axis}_{level}", tuple_idx=level)
-        for level in range(levels)
-        for name, param, axis in _LEVEL_TABLES
-    }
+    of_levels: dict[str, Tensor | Scalar] = {}
+    for level in range(levels):
+        for name, param in _LEVELS.items():
+            of_levels |= tables(name, suffix=f"_{level}", param=param, tuple_idx=level)
     q = Tensor(["total_q", "num_qo_heads", "head_dim"])
     paged = caches(layout=layout, dim_vo="head_dim_vo")
     return template(
         "gqa_paged_cascade",
-        {"q": q, **paged, **tables, **_OPTIONS, "causal": CAUSAL, "kv_layout": LAYOUT},
+        {"q": q, **paged, **of_levels, **_OPTIONS, "causal": CAUSAL, "kv_layout": LAYOUT},
         _cascade_reference,
         name_prefix=f"gqa_paged_cascade_{levels}_levels",
         outputs={"output": Tensor(["total_q", "num_qo_heads", "head_dim_vo"], dtype_from="q")},
@@ -216,50 +216,44 @@ def of_inner(inner: str, held: Planned, suffix: str = "") -> Planned:
     return {f"{name}{suffix}": reader(read) for name, read in held.items()}
 
 
-SCORES: Planned = {"sm_scale": _scale, "kv_layout": "_kv_layout", "covered": _is_plain}
+def _held(*names: str) -> dict[str, str | Callable[[Any], Any]]:
+    """Arguments that the wrapper has under their names."""
+    return {name: f"_{name}" for name in names}
+
+
+SCORES: Planned = {**_held("kv_layout"), "sm_scale": _scale, "covered": _is_plain}
 _PLANNED: Planned = {
-    "kv_layout": "_kv_layout",
+    **_held("kv_layout", "window_left", "logits_soft_cap", "pos_encoding_mode", "variant"),
     "sm_scale": _scale,
-    "window_left": "_window_left",
-    "logits_soft_cap": "_logits_soft_cap",
-    "pos_encoding_mode": "_pos_encoding_mode",
-    "variant": "_variant",
 }
-PAGES: Planned = {
-    "kv_indptr": "_paged_kv_indptr_buf",
-    "kv_indices": "_paged_kv_indices_buf",
-    "kv_last_page_len": "_paged_kv_last_page_len_buf",
-}
+PAGES: Planned = {name: f"_paged_{name}_buf" for name in TABLE}
 PLANNED_DECODE: Planned = {
     **_PLANNED,
     **PAGES,
+    **_held("q_len_per_req"),
     "seq_lens": lambda wrapper: wrapper._plan.lengths[2],
     "has_mask": lambda wrapper: wrapper._plan.mask is not None,
-    "q_len_per_req": "_q_len_per_req",
     "o_data_type": "_cached_o_data_type",
 }
 ROWS: Planned = {"qo_indptr": "_qo_indptr_buf"}
 _PREFILL: Planned = {
     **_PLANNED,
     **ROWS,
-    "causal": "_causal",
+    **_held("causal"),
     "has_mask": lambda wrapper: wrapper._plan.kept != "plain",
     "o_data_type": lambda wrapper: wrapper._plan.out_dtype,
 }
 PLANNED_PAGED: Planned = {**_PREFILL, **PAGES, "seq_lens": "_kv_lens_buffer"}
-PLANNED_RAGGED: Planned = {**_PREFILL, "kv_indptr": "_kv_indptr_buf", "sinks": "_sinks"}
+PLANNED_RAGGED: Planned = {**_PREFILL, **_held("sinks"), "kv_indptr": "_kv_indptr_buf"}
 
 
-def _of_levels(attribute: str) -> Callable[[Any], Any]:
+def _of_levels(attribute: Any) -> Callable[[Any], Any]:
     return lambda wrapper: tuple(getattr(level, attribute) for level in wrapper._planned_levels)
 
 
 PLANNED_CASCADE: Planned = {
-    **of_inner("_last", {**_PLANNED, "causal": "_causal"}),
-    "qo_indptr_arr": _of_levels("_qo_indptr_buf"),
-    "paged_kv_indptr_arr": _of_levels("_paged_kv_indptr_buf"),
-    "paged_kv_indices_arr": _of_levels("_paged_kv_indices_buf"),
-    "paged_kv_last_page_len": _of_levels("_paged_kv_last_page_len_buf"),
+    **of_inner("_last", {**_PLANNED, **_held("causal")}),
+    **{param: _of_levels({**ROWS, **PAGES}[name]) for name, param in _LEVELS.items()},
 }
 
 

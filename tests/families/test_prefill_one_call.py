@@ -279,7 +279,7 @@ def test_one_request_needs_no_tables(
     want, want_lse = b.expected(**options)
     single = fi_core.single_prefill_with_kv_cache_return_lse(b.q, k, v, kv_layout=kv_layout, **options)
     out, lse = torch.empty_like(single[0]), torch.empty_like(single[1])
-    scale = (dims[0] ** -0.5, None)
+    scale = dims[0] ** -0.5
     given = {name.removeprefix("logits_"): value for name, value in options.items()}
     attend_once(out, lse, b.q, k, v, int(kv_layout == "HND"), 1, pages_per_request=333, sm_scale=scale, **given)
     for got, got_lse in (single, (out, lse)):
@@ -299,6 +299,6 @@ def test_trace() -> None:
     space: dict[str, Any] = {}
     exec(definition["reference"], space)
     clean = tuple(x.nan_to_num(0) for x in b.cache)
-    tables = (given["block_tables"], given["seq_lens"], b.qo_indptr)
-    want = space["_prefill_reference"](b.q, *clean, *tables, 0.1, 2.0, 5)
+    options = {"cum_seq_lens_q": b.qo_indptr, "window_left": 5}
+    want = space["_reference"](b.q, *clean, given["block_tables"], given["seq_lens"], 0.1, 2.0, **options)
     assert_close(trtllm_batch_context_with_kv_cache(**given), want)  # type: ignore[arg-type]

@@ -241,6 +241,16 @@ def scale_product(number: float, *scales: Any) -> tuple[float, torch.Tensor | No
     return number, tensor
 
 
+def op_scales(scores: Sequence[Any], output: Sequence[Any], of_cache: tuple[Any, Any] = (None, None)) -> dict[str, Any]:
+    """The scales of a call as arguments of the ops of batches.
+
+    scores, output: the factors of both, a number and others; of_cache: the scales of NVFP4 keys and values.
+    """
+    (sm_scale, bmm1_scale), (out_scale, bmm2_scale) = scale_product(*scores), scale_product(*output)
+    found = {"sm_scale": sm_scale, "bmm1_scale": bmm1_scale, "out_scale": out_scale, "bmm2_scale": bmm2_scale}
+    return found if of_cache[0] is None else {**found, "k_scales": of_cache[0], "v_scales": of_cache[1]}
+
+
 def pages_of_chunk(fixed_split_size: int | None) -> int | None:
     """fixed_split_size of a plan; None for None and for -1, which engines pass. Raises ValueError for 0."""
     if fixed_split_size is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fi_core.attention.contract import POS_ENCODINGS, Scale, flat_tables, results, scale_product, viewed
+from fi_core.attention.contract import POS_ENCODINGS, Scale, flat_tables, op_scales, results, viewed
 from fi_core.attention.forms.tables_prefill import attend_once
 from fi_core.observe.log import fi_api
 from fi_core.runtime.env import env
@@ -212,8 +212,8 @@ def trtllm_fmha_v2_prefill(
         batch_size, tables = _chunks(*sizes, batch_size, most_keys, tables)
     attend_once(
         result, lse, q, k, v, layout, batch_size, causal=_CAUSAL[mask_mode], pos_encoding=encoding,
-        window_left=window_left, soft_cap=logits_soft_cap_scale or 0.0, sm_scale=scale_product(1.0, bmm1_scale),
-        out_scale=scale_product(1.0, bmm2_scale), sinks=sinks, **tables,
+        window_left=window_left, soft_cap=logits_soft_cap_scale or 0.0, sinks=sinks, **tables,
+        **op_scales((1.0, bmm1_scale), (1.0, bmm2_scale)),
     )  # fmt: skip
     if lse is None:
         return result

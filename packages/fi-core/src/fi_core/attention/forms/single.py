@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, check_nvfp4, code, results, row_elements, scales_of
+from fi_core.attention import contract
+from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code
 from fi_core.attention.forms.single_trace import single_trace
 from fi_core.attention.forms.tables_prefill import attend_once
 from fi_core.attention.mask import byte_bounds, check_packed, pack
@@ -264,7 +265,7 @@ def single_prefill_with_kv_cache(
     """
     if backend not in _BACKENDS:
         raise ValueError(f"backend: allowed are {', '.join(sorted(_BACKENDS))}; got {backend!r}")
-    check_nvfp4(kv_cache_sf, k, "k")
+    contract.check_nvfp4(kv_cache_sf, k, "k")
     if q.ndim != 3:
         raise ValueError(f"q must have shape [qo_len, num_qo_heads, head_dim_qk]; got {tuple(q.shape)}")
     code(LAYOUTS, kv_layout, "kv_layout")
@@ -305,13 +306,9 @@ def _prefill_as_batch(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Runs batch prefill on one request. scales: sm_scale, k_scale and v_scale; options: of `attend_once`."""
     (q, k, v), layout, (sm_scale, k_scale, v_scale) = tensors, LAYOUTS[kv_layout], scales
-    out, lse = results(q, (*q.shape[:2], row_elements(v)), None, None, return_lse, out_dtype)
-    scale = (q.shape[2] ** -0.5 if sm_scale is None else sm_scale) * (1.0 if k_scale is None else k_scale)
-    out_scale = 1.0 if v_scale is None else v_scale, None
-    tokens = k.shape[layout]
-    attend_once(
-        out, lse, q, k, v, layout, 1, pages_per_request=tokens, sm_scale=(scale, None), out_scale=out_scale, **options
-    )
+    out, lse = contract.results(q, (*q.shape[:2], contract.row_elements(v)), None, None, return_lse, out_dtype)
+    options |= contract.op_scales((q.shape[2] ** -0.5 if sm_scale is None else sm_scale, k_scale), (1.0, v_scale))
+    attend_once(out, lse, q, k, v, layout, 1, pages_per_request=k.shape[layout], **options)
     return out if lse is None else (out, lse)
 
 
@@ -324,7 +321,7 @@ def _options_of_nvfp4(
     packed_custom_mask: torch.Tensor | None,
 ) -> dict[str, Any]:
     """The scales of NVFP4 keys and the packed mask as options of `attend_once`. Raises ValueError."""
-    k_scales, v_scales = scales_of(kv_cache_sf, kv_layout, paged=False)
+    k_scales, v_scales = contract.scales_of(kv_cache_sf, kv_layout, paged=False)
     q, k, v = tensors
     if k.ndim != 3 or v.ndim != 3:
         raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")

@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from fi_core.attention import contract
-from fi_core.attention.contract import LAYOUTS, Cache, Scale, code, row_elements, scale_product, scales_of, viewed
+from fi_core.attention.contract import LAYOUTS, Cache, Scale, code, op_scales, row_elements, scales_of, viewed
 from fi_core.attention.forms import tables_trace
 from fi_core.attention.forms.tables_plan import BlockTablesPlan, buffers_in, step_of
 from fi_core.attention.mask import mask_of_rank, pages_of_heads
@@ -36,17 +36,11 @@ class _Call(NamedTuple):
     workspace: torch.Tensor
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
-    sm_scale: tuple[float, Any]
-    out_scale: tuple[float, Any]
-    window_left: int
-    sinks: torch.Tensor | None
-    mask: torch.Tensor | None
-    enable_pdl: bool | None
+    options: dict[str, Any]  # of batch_decode and of batch_prefill alike
+    mask: torch.Tensor | None = None
     disable_split_kv: bool = False
-    scales: tuple[Any, Any] = (None, None)  # of NVFP4 keys and values
     shared_table: bool = True  # as `shared` of page_tables
     plan: BlockTablesPlan | None = None
-    soft_cap: float = 0.0
 
 
 def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None:
@@ -77,7 +71,7 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
         mask = mask if mask.ndim == 2 else mask.view(q.shape[0], -1)
     facts = facts_of(q, k, v, c.out.dtype, kv_heads, page_size, split_tables=v_table_offset != 0)
     tables, varying = (pages, pitch, seq_lens), qo_indptr is not None
-    step = step_of(facts, *tables, (q.shape[1], kv_heads), q_len, c.window_left, c.disable_split_kv, varying)
+    step = step_of(facts, *tables, (q.shape[1], kv_heads), q_len, c.options["window_left"], c.disable_split_kv, varying)
     if c.plan is None:
         buffers = buffers_in(c.workspace, step)
         step.write(buffers, seq_lens)()
@@ -85,10 +79,8 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
         buffers = c.plan.buffers(step)
     ops.batch_decode(
         c.out, c.lse, buffers.partials, buffers.schedule, q, k, v, pages, layout, buffers.num_ctas, buffers.num_ranges,
-        split_kv=buffers.split_kv, q_len=q_len, window_left=c.window_left, soft_cap=c.soft_cap, sm_scale=c.sm_scale[0],
-        out_scale=c.out_scale[0], bmm1_scale=c.sm_scale[1], bmm2_scale=c.out_scale[1], sinks=c.sinks, mask=mask,
-        qo_indptr=qo_indptr, k_scales=c.scales[0], v_scales=c.scales[1], enable_pdl=c.enable_pdl,
-        v_table_offset=v_table_offset, heads_per_tile=step.heads_per_tile,
+        split_kv=buffers.split_kv, q_len=q_len, mask=mask, qo_indptr=qo_indptr, v_table_offset=v_table_offset,
+        heads_per_tile=step.heads_per_tile, **c.options,
     )  # fmt: skip
 
 
@@ -122,13 +114,14 @@ def _attend_ragged(c: _Call, qo_indptr: torch.Tensor, most: int | None, name: st
     mask = None if mask is None else mask.view(torch.uint8)
     attend_tables(
         c.out, c.lse, q, c.cache, c.kv_layout, c.block_tables, c.seq_lens, qo_indptr, c.shared_table, causal=True,
-        mask=mask, sm_scale=c.sm_scale, out_scale=c.out_scale, window_left=c.window_left, soft_cap=c.soft_cap,
-        sinks=c.sinks, k_scales=c.scales[0], v_scales=c.scales[1], enable_pdl=c.enable_pdl,
+        mask=mask, **c.options,
     )  # fmt: skip
 
 
 def _attend_heads(c: _Call, q_len: int) -> None:
     """`_attend` for a block table of each kv head: every one is a request of its own, with one kv head."""
+    if c.options["sinks"] is not None:
+        raise unsupported("sinks", c.options["sinks"], "leave them out with enable_block_sparse_attention")
     layout = code(LAYOUTS, c.kv_layout, "kv_layout")
     cache, tables, lengths = pages_of_heads(c.cache, layout, c.block_tables, c.seq_lens)
     heads, batch_size = c.block_tables.shape[:2]
@@ -143,11 +136,7 @@ def _attend_heads(c: _Call, q_len: int) -> None:
 
     out, lse = by_head(c.out), None if c.lse is None else by_head(c.lse)
     mask = None if c.mask is None else c.mask.repeat_interleave(heads, 0)
-    call = c._replace(
-        out=out, lse=lse, q=by_head(c.q), cache=cache, block_tables=tables, seq_lens=lengths, mask=mask, sinks=None
-    )
-    if c.sinks is not None:
-        raise unsupported("sinks", c.sinks, "leave them out with enable_block_sparse_attention")
+    call = c._replace(out=out, lse=lse, q=by_head(c.q), cache=cache, block_tables=tables, seq_lens=lengths, mask=mask)
     _attend(call, q_len)
     for given, written in ((c.out, out), (c.lse, lse)):
         if written is not None and given is not None and written.data_ptr() != given.data_ptr():
@@ -314,13 +303,13 @@ def trtllm_batch_decode_with_kv_cache(
         _check_options(by_head, cp_world, others or (sharded and q_len > 1), uses_shared_paged_kv_idx, kv_cache_sf)
     contract.check_nvfp4(kv_cache_sf, cache[0], "kv_cache")
     result, lse = _results(query, cache[1], out, lse, return_lse, out_dtype)
+    scores = (1.0, bmm1_scale) if bmm1_scale_log2 is None else (_LN2, bmm1_scale_log2)
+    options = {"window_left": window_left, "soft_cap": logits_soft_cap, "sinks": sinks, "enable_pdl": enable_pdl}
+    options |= op_scales(scores, (1.0, bmm2_scale), scales_of(kv_cache_sf, kv_layout))
     call = _Call(
-        result, lse, query, cache, kv_layout, workspace_buffer, block_tables, seq_lens,
-        scale_product(1.0, bmm1_scale) if bmm1_scale_log2 is None else (_LN2, bmm1_scale_log2),
-        scale_product(1.0, bmm2_scale), window_left, sinks=sinks,
+        result, lse, query, cache, kv_layout, workspace_buffer, block_tables, seq_lens, options,
         mask=mask_of_rank(q_len, seq_lens, causal_seqlens_kv_global, cp_world, cp_rank) if sharded else mask,
-        enable_pdl=enable_pdl, disable_split_kv=disable_split_kv, scales=scales_of(kv_cache_sf, kv_layout),
-        shared_table=uses_shared_paged_kv_idx, plan=plan, soft_cap=logits_soft_cap,
+        disable_split_kv=disable_split_kv, shared_table=uses_shared_paged_kv_idx, plan=plan,
     )  # fmt: skip
     return _run(call, q_len, by_head, cum_seq_lens_q, max_q_len, return_lse)
 
@@ -432,11 +421,12 @@ def xqa(
     out = viewed("output", output, -1, q.shape[-2], row_elements(v_cache))
     query = viewed("q", q, -1, *q.shape[-2:])
     window_left = sliding_win_size - 1 if sliding_win_size > 0 else -1
+    flat_sinks, of_cache = None if sinks is None else sinks.reshape(-1), (k_sf_cache, v_sf_cache)
+    options = {"window_left": window_left, "sinks": flat_sinks, "enable_pdl": enable_pdl}
+    options |= op_scales((q.shape[-1] ** -0.5, q_scale, kv_scale), (rcp_out_scale, kv_scale), of_cache)
     call = _Call(
-        out, None, query, (k_cache, v_cache), kv_layout, workspace_buffer, page_table, seq_lens,
-        scale_product(q.shape[-1] ** -0.5, q_scale, kv_scale), scale_product(rcp_out_scale, kv_scale), window_left,
-        sinks=None if sinks is None else sinks.reshape(-1), mask=mask, enable_pdl=enable_pdl,
-        disable_split_kv=disable_split_kv, scales=(k_sf_cache, v_sf_cache),
+        out, None, query, (k_cache, v_cache), kv_layout, workspace_buffer, page_table, seq_lens, options, mask,
+        disable_split_kv,
     )  # fmt: skip
     if q_cu_seq_lens is None:
         _attend(call, q_seq_len)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from fi_core.attention import contract
-from fi_core.attention.contract import LAYOUTS, Cache, Scale, code, results, row_elements, scale_product
+from fi_core.attention.contract import LAYOUTS, Cache, Scale, code, op_scales, results, row_elements
 from fi_core.attention.forms import tables_trace
 from fi_core.attention.forms.tables_plan import ContextTablesPlan
 from fi_core.attention.ops import prefill as ops
 from fi_core.attention.ops.request import facts_of
+from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
-from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.errors import unsupported
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.resolve.ahead import planned
@@ -19,6 +19,7 @@ from fi_core.runtime.returns import with_lse
 from fi_core.utils import PosEncodingMode, int32_index
 
 _BACKENDS: dict[str, int] = dict.fromkeys(("auto", "trtllm-gen", "cute-dsl", "cutlass"), 0)
+_SCALES = words("bmm1_scale bmm2_scale scale_q scale_k scale_v")  # by head, or on the device
 
 
 def attend_once(
@@ -38,16 +39,14 @@ def attend_once(
     causal: bool = False,
     window_left: int = -1,
     pos_encoding: int = 0,
-    sm_scale: tuple[float, Any] = (1.0, None),
-    out_scale: tuple[float, Any] = (1.0, None),
     backend: str = "auto",
     step: ContextTablesPlan | None = None,
     **options: Any,
 ) -> None:
-    """Plans into a new schedule and runs batch prefill; arguments are those of `ops.plan` and `ops.batch_prefill`.
+    """Plans into a new schedule and runs batch prefill; arguments are those of `ops.prefill_plan` and
+    `ops.batch_prefill`.
 
-    sm_scale, out_scale: a number, and a scale on the device or None. step: keeps the schedule for calls like this one.
-    options: other arguments of batch_prefill.
+    step: keeps the schedule for calls like this one. options: other arguments of batch_prefill.
     """
     if q.ndim != 3 or not 0 <= batch_size < 1 << 31:
         raise ValueError(
@@ -59,48 +58,30 @@ def attend_once(
     page_size = 1 if page_indices is None else k.shape[1 + layout]
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"query: a multiple of the {kv_heads} heads of the keys is required; got {heads}")
-    by_head = (options.get("scale_q"), options.get("scale_k"), options.get("scale_v"))
-    scaled = any(x is not None for x in (sm_scale[1], out_scale[1], *by_head))
     facts = facts_of(
         q, k, v, out.dtype, kv_heads, 0 if page_indices is None else page_size,
         pos_encoding=PosEncodingMode(pos_encoding).name, mask="plain" if options.get("mask") is None else "custom",
-        soft_cap=options.get("soft_cap", 0.0) > 0.0, scaled=scaled, split_tables=options.get("v_table_offset", 0) != 0,
+        soft_cap=options.get("soft_cap", 0.0) > 0.0, scaled=any(options.get(name) is not None for name in _SCALES),
+        split_tables=options.get("v_table_offset", 0) != 0,
     )  # fmt: skip
     choice = planned(ops.BATCH_PREFILL, q.device, backend, *facts, ahead=False)
-    tables = qo_indptr, kv_indptr, kv_len
     tile_tokens = ops.tile_tokens(heads, kv_heads, ops.q_tile_rows(choice))
-    numbers = batch_size, rows, heads, kv_heads, page_size, pages_per_request, causal, window_left
-    key = choice, numbers, *(None if x is None else x.data_ptr() for x in tables)
+    tables = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_len": kv_len}
+    numbers = {"batch_size": batch_size, "tile_tokens": tile_tokens, "page_size": page_size, "num_kv_heads": kv_heads}
+    numbers |= {"qo_len": rows if qo_indptr is None else 0, "pages_per_request": pages_per_request}
+    numbers |= {"causal": bool(causal), "window_left": window_left}
+    key = choice, heads, rows, *numbers.values(), *(None if x is None else x.data_ptr() for x in tables.values())
     schedule = None if step is None else step.find(key)
     if schedule is None:
-        schedule = _planned_schedule(q, choice, tables, numbers)
+        schedule = q.new_empty(ops.schedule_words(batch_size, rows, tile_tokens), dtype=torch.int32)
+        short = ops.short_tile_tokens(choice, heads, kv_heads, window_left >= 0)
+        ops.prefill_plan(schedule, last_page_len=None, short_tile_tokens=short, **tables, **numbers)
         if step is not None:
-            step.keep(key, schedule, *tables)
+            step.keep(key, schedule, *tables.values())
     ops.batch_prefill(
         out, lse, schedule, q, k, v, layout, batch_size, tile_tokens, page_indices=page_indices, causal=causal,
-        window_left=window_left, pos_encoding=pos_encoding, sm_scale=sm_scale[0], out_scale=out_scale[0],
-        bmm1_scale=sm_scale[1], bmm2_scale=out_scale[1], backend=backend, **options,
+        window_left=window_left, pos_encoding=pos_encoding, backend=backend, **options,
     )  # fmt: skip
-
-
-def _planned_schedule(
-    q: torch.Tensor,
-    choice: Choice,
-    tables: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    numbers: tuple[int, ...],
-) -> torch.Tensor:
-    """A new schedule, by a launch. tables: qo_indptr, kv_indptr and kv_len; numbers: as in `attend_once`."""
-    qo_indptr, kv_indptr, kv_len = tables
-    batch_size, rows, heads, kv_heads, page_size, pages_per_request, causal, window_left = numbers
-    tile_tokens = ops.tile_tokens(heads, kv_heads, ops.q_tile_rows(choice))
-    schedule = q.new_empty(ops.schedule_words(batch_size, rows, tile_tokens), dtype=torch.int32)
-    ops.prefill_plan(
-        schedule, qo_indptr, kv_indptr, last_page_len=None, kv_len=kv_len, batch_size=batch_size,
-        tile_tokens=tile_tokens, page_size=page_size, qo_len=0 if qo_indptr is not None else rows,
-        pages_per_request=pages_per_request, causal=bool(causal), window_left=window_left, num_kv_heads=kv_heads,
-        short_tile_tokens=ops.short_tile_tokens(choice, heads, kv_heads, window_left >= 0),
-    )  # fmt: skip
-    return schedule
 
 
 def attend_tables(
@@ -203,7 +184,7 @@ def trtllm_batch_context_with_kv_cache(
     contract.refuse_nvfp4(out, out_dtype, None if o_sf_scale == 1.0 else o_sf_scale, o_sf_vec_size)
     cache = contract.cache_pair(kv_cache, kv_layout)
     contract.check_nvfp4(kv_cache_sf, cache[0], "kv_cache")
-    k_scales, v_scales = contract.scales_of(kv_cache_sf, kv_layout)
+    scales = op_scales((1.0, bmm1_scale), (1.0, bmm2_scale), contract.scales_of(kv_cache_sf, kv_layout))
     result, lse = results(query, (*query.shape[:2], row_elements(cache[1])), out, lse, return_lse, out_dtype)
     if len(cum_seq_lens_q) != batch_size + 1:
         raise ValueError(
@@ -211,9 +192,8 @@ def trtllm_batch_context_with_kv_cache(
         )
     attend_tables(
         result, lse, query, cache, kv_layout, block_tables, seq_lens, cum_seq_lens_q, uses_shared_paged_kv_idx,
-        causal=causal, window_left=window_left, sm_scale=scale_product(1.0, bmm1_scale),
-        out_scale=scale_product(1.0, bmm2_scale), sinks=sinks, k_scales=k_scales, v_scales=v_scales,
-        enable_pdl=enable_pdl, soft_cap=logits_soft_cap, step=plan,
+        causal=causal, window_left=window_left, sinks=sinks, enable_pdl=enable_pdl, soft_cap=logits_soft_cap,
+        step=plan, **scales,
     )  # fmt: skip
     return (result, lse) if return_lse and lse is not None else result
 
@@ -281,8 +261,7 @@ def trtllm_ragged_attention_deepseek(
     result, lse = results(query, (*query.shape[:2], value.shape[2]), out, lse, return_lse)
     attend_once(
         result, lse, query, key, value, 0, batch_size, qo_indptr=int32_index(cum_seq_lens_q),
-        kv_indptr=int32_index(cum_seq_lens_kv), causal=is_causal, window_left=window_left,
-        sm_scale=scale_product(1.0, bmm1_scale), out_scale=scale_product(1.0, bmm2_scale), sinks=attention_sinks,
-        enable_pdl=enable_pdl,
+        kv_indptr=int32_index(cum_seq_lens_kv), causal=is_causal, window_left=window_left, sinks=attention_sinks,
+        enable_pdl=enable_pdl, **op_scales((1.0, bmm1_scale), (1.0, bmm2_scale)),
     )  # fmt: skip
     return (result, lse) if return_lse and lse is not None else result

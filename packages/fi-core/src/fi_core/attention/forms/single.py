@@ -54,35 +54,18 @@ def single_decode_with_kv_cache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query token: `softmax(q k^T * sm_scale) v` for each head (arXiv:1706.03762).
 
-    Arithmetic is fp32. Keys outside the window are not read.
+    Arithmetic is fp32. Keys outside the window are not read. Arguments that are not listed, and errors, are those of
+    single_prefill_with_kv_cache, for a row at position p = kv_len - 1.
 
     Args:
-        q: `[num_qo_heads, head_dim]`, fp16, bf16, fp32, e4m3 or e5m2. Query head h uses kv head `h // (num_qo_heads /
-            num_kv_heads)`; any integer ratio.
-        k, v: `[kv_len, num_kv_heads, head_dim]` ("NHD") or `[num_kv_heads, kv_len, head_dim]` ("HND"), of q's dtype, or
-            e4m3 or e5m2 with a 16-bit q. v may have another head_dim. Head dims are multiples of 8 up to 512; any
-            strides with a contiguous last dimension.
-        kv_layout: "NHD" or "HND".
-        pos_encoding_mode: "NONE"; "ROPE_LLAMA", which rotates key j by position j and q by kv_len - 1 (halves layout,
-            all of head_dim, angles `position / rope_scale * rope_theta^(-2i / head_dim)`); "ALIBI", which adds `slope *
-            j`.
+        q: `[num_qo_heads, head_dim]`, of a dtype of that function.
+        pos_encoding_mode: as in that function, but "ALIBI" adds `slope * j`.
         use_tensor_cores: without effect; the kernel is chosen by shape.
-        q_scale, k_scale: factors of sm_scale.
-        v_scale: factor of the output.
-        window_left: the query attends to the last window_left + 1 keys; negative: to all.
-        logits_soft_cap: c > 0 replaces scores by `c tanh(score / c)`.
-        sm_scale: softmax_scale; default `1 / sqrt(head_dim)`.
-        rope_scale, rope_theta: of "ROPE_LLAMA"; default 1 and 1e4.
-        return_lse: also return lse.
+        q_scale: factor of sm_scale.
 
     Returns:
         out `[num_qo_heads, head_dim]` in q's dtype, or (out, lse) with lse `[num_qo_heads]`, fp32, `log2(sum(2^(score *
         log2 e)))`. Without keys out = 0 and lse = -inf.
-
-    Raises:
-        ValueError: shape, stride or device.
-        TypeError: dtype.
-        KeyError: kv_layout or pos_encoding_mode.
     """
     if q.ndim != 2:
         raise ValueError(f"q must have shape [num_qo_heads, head_dim]; got {tuple(q.shape)}")

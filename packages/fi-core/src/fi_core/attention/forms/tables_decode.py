@@ -396,10 +396,8 @@ def xqa(
         sinks: fp32 `[num_kv_heads, group_size]`.
         q_scale, kv_scale, rcp_out_scale: numbers or one-element fp32 tensors.
         sliding_win_size: number of keys that the last query token attends to; 0: all.
-        kv_layout: "NHD" or "HND".
-        enable_pdl: programmatic dependent launch; None: where the device supports it.
         q_seq_len: query tokens of each request; with q_cu_seq_lens the maximum.
-        mask, disable_split_kv: as in `trtllm_batch_decode_with_kv_cache`.
+        mask, kv_layout, enable_pdl, disable_split_kv: as in `trtllm_batch_decode_with_kv_cache`.
         q_cu_seq_lens: int32 `[batch_size + 1]` on the device, where requests differ in query tokens.
         k_sf_cache, v_sf_cache: the scales of NVFP4 caches, as kv_cache_sf of `trtllm_batch_decode_with_kv_cache`.
 

@@ -361,9 +361,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
 
         Args:
             q: `[qo_indptr[-1], num_qo_heads, head_dim]`.
-            k_shared, v_shared: `[shared tokens, num_kv_heads, head_dim]` ("NHD") or `[num_kv_heads, shared tokens,
-                head_dim]` ("HND").
-            unique_kv_cache: as paged_kv_cache in `BatchPrefillWithPagedKVCacheWrapper.run`.
+            k_shared, v_shared, unique_kv_cache: as in `BatchDecodeWithSharedPrefixPagedKVCacheWrapper.run`.
             causal: causal mask of the own keys.
             use_fp16_qk_reduction, rope_scale, rope_theta: without effect; no positions are encoded.
             sm_scale: softmax_scale; default `1 / sqrt(head_dim)`.

@@ -42,19 +42,16 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         float_workspace_buffer: contiguous, on the device of the cache, aligned to 16 bytes. It holds the partials of
             split-KV that do not fit into the wrapper's own buffer of 8 MiB, which happens with fixed_split_size, large
             head dims or the kernels on CUDA cores. In all other cases wrappers that share it may run at the same time.
-        kv_layout: "NHD" or "HND", the order of tokens and heads in a page.
-        use_cuda_graph: fixes the batch size and lets `plan` copy its tables into the three buffers. A captured `run`
-            then computes the batch that was planned last: kernels read the tables on the device, at fixed addresses.
-            `plan` may be captured too, if its tables are on the device.
+        kv_layout: as in BatchPrefillWithPagedKVCacheWrapper.
+        use_cuda_graph: as in that class, with the three buffers. `plan` may be captured too, if its tables are on the
+            device.
         use_tensor_cores: required for q_len_per_req > 1; otherwise a hint, because "auto" chooses by shape.
         paged_kv_indptr_buffer: int32 `[batch_size + 1]`, with use_cuda_graph.
         paged_kv_indices_buffer: int32 `[max_pages]`, with use_cuda_graph.
         paged_kv_last_page_len_buffer: int32 `[batch_size]`, with use_cuda_graph.
         backend: "auto"; "fa2" (CUDA cores, or with use_tensor_cores mma.sync), "fa2_tc" (mma.sync), "fa3" (Hopper);
-            "trtllm-gen" and "xqa" mean "auto". "cudnn" runs cuDNN's kernels and requires nvidia-cudnn-frontend: 16-bit
-            tensors of one dtype, no position encoding, no soft cap, page sizes that are powers of 2. cuDNN uses
-            float_workspace_buffer, and with q_len_per_req > 1 the unused tokens of a request's last page must be
-            finite.
+            "trtllm-gen" and "xqa" mean "auto". "cudnn" as in that class; the unused tokens of a request's last page
+            must be finite with q_len_per_req > 1 only.
         jit_args, jit_kwargs: a user's attention variant as arguments of `gen_customize_batch_decode_module`, for
             backend "auto" or "fa2"; it is compiled here. Its tensors and scalars then follow the cache in `run`.
 
@@ -126,32 +123,19 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
     ) -> None:
         """Plans the next `run` calls: splits the KV of each request into work tiles. It does not synchronise.
 
-        The schedule is computed on the device.
-
-        Each table may be on the host or on the device. A host table is copied in the order of the current stream, so a
-        pinned tensor must keep its values until then. An int64 table is converted here, which costs a small kernel or
-        host copy each. `last_choice` is then the choice for runs with aligned tensors.
+        The schedule is computed on the device. Arguments that are not listed, other errors, and what is said of tables
+        and of `last_choice`, are those of `BatchPrefillWithPagedKVCacheWrapper.plan`, whose head_dim_qk and head_dim_vo
+        are head_dim.
 
         Args:
             indptr: int32 `[batch_size + 1]`; request b has the pages `indices[indptr[b] : indptr[b + 1]]`.
             indices: int32 `[indptr[-1]]` or longer, page ids.
             last_page_len: int32 `[batch_size]`, tokens in the last page of each request. A request without pages has
                 length 0.
-            num_qo_heads, num_kv_heads: query head h uses kv head `h // (num_qo_heads / num_kv_heads)`; any integer
-                ratio.
-            head_dim: a multiple of 8 up to 512.
-            page_size: tokens of a page.
-            pos_encoding_mode: "NONE", "ROPE_LLAMA" (keys and queries are rotated by their positions) or "ALIBI".
             window_left: number of keys before its own that a query attends to; -1: all.
             window_right: keys behind its own that a query attends to, among those of the last q_len_per_req tokens; -1:
                 all.
-            logits_soft_cap: c > 0 replaces scores by `c tanh(score / c)`.
-            q_data_type, kv_data_type, o_data_type: dtypes; the last two default to q_data_type. A kv_data_type of uint8
-                is NVFP4.
             data_type: fills q_data_type and kv_data_type where they are None.
-            sm_scale: softmax_scale; default `1 / sqrt(head_dim)`.
-            rope_scale, rope_theta: of "ROPE_LLAMA"; default 1 and 1e4.
-            non_blocking: copy host tables without blocking.
             block_tables: kept as `_block_tables`. With backend "cudnn" its width bounds the lengths; without it plan
                 synchronises to read them.
             seq_lens: int32, uint32 or int64 `[batch_size]`; lengths, instead of those by last_page_len.
@@ -163,11 +147,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             is_causal: False means window_right = -1; None and True change nothing.
 
         Raises:
-            ValueError: shapes or sizes; lengths below q_len_per_req, if all tables are on the host.
-            TypeError: dtypes.
-            KeyError: pos_encoding_mode.
+            ValueError: lengths below q_len_per_req, if all tables are on the host.
             NotImplementedError: window_right with backend "cudnn".
-            UnsupportedError: the backend does not support the request.
         """
         self._forget_plan()
         batch_size, own = self._check_table(indptr, indices, last_page_len, seq_lens), self._plan
@@ -214,38 +195,18 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of the planned batch: `softmax(q k^T * sm_scale) v` for each request and head (arXiv:2501.01005).
 
+        Arguments that are not listed, and the errors, are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
         `last_choice` tells which implementation ran.
 
         Args:
             q: `[batch_size * q_len_per_req, num_qo_heads, head_dim]`, of the planned dtype.
-            paged_kv_cache: `[pages, 2, page_size, num_kv_heads, head_dim]` ("NHD"), `[pages, 2, num_kv_heads,
-                page_size, head_dim]` ("HND"), or a tuple (k_cache, v_cache) without the axis of 2; without the page
-                axis, page_size is 1. The planned dtype; any strides with a contiguous last dimension.
-            args: for fp8 tensors scale_q `[num_qo_heads]`, scale_k and scale_v `[num_kv_heads]`, fp32 or numbers; with
-                jit_args the tensors and then the scalars of the variant.
-            q_scale, k_scale: factors of the scores, numbers or one-element fp32 tensors on the device.
-            v_scale: factor of the output, likewise.
-            out: written and returned if given.
             lse: fp32 `[rows, num_qo_heads]`, written if given.
             return_lse: also return lse, `log2(sum(2^(score * log2 e)))`.
-            enable_pdl: programmatic dependent launch; None: where the device supports it.
-            window_left: None, or the planned value.
-            sinks: fp32 `[num_qo_heads]`; `exp(sinks[h])` is added to row_sum.
             q_len_per_req: deprecated; belongs to `plan`.
-            skip_softmax_threshold_scale_factor: without effect; no softmax is skipped, which any threshold permits.
-            kv_cache_sf: for NVFP4 caches (uint8, two elements a byte, head_dim / 2 bytes a row) the scales, in the form
-                of the cache with head_dim / 16 instead: e4m3, or their bytes as uint8. q then has 16 bits, and k_scale
-                and v_scale are the global factors.
 
         Returns:
             out `[batch_size * q_len_per_req, num_qo_heads, head_dim]`, or (out, lse). A request of length 0 has out = 0
             and lse = -inf, or the lse of its sink.
-
-        Raises:
-            RuntimeError: no plan.
-            ValueError: shape, dtype, device or stride. Tables that lie: on the
-                CPU; on CUDA with FI_CHECK=1 at import, which synchronises.
-            KeyError: the container of the cache.
         """
         plan, call = self._plan, self._call
         if call is None:

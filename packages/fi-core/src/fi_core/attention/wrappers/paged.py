@@ -158,8 +158,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         """Plans the next `run` calls: computes the work tiles of the batch on the device. It does not synchronise.
 
         Row i of a request is at position p = kv_len - qo_len + i. Each table may be on the host or on the device. A
-        host table is copied in the order of the current stream, so a pinned tensor must keep its values until then.
-        `last_choice` is then the choice for runs with aligned tensors.
+        host table is copied in the order of the current stream, so a pinned tensor must keep its values until then. An
+        int64 table is converted here, which costs a small kernel or host copy each. `last_choice` is then the choice
+        for runs with aligned tensors.
 
         Args:
             qo_indptr: int32 `[batch_size + 1]`; request b has rows `q[qo_indptr[b] : qo_indptr[b + 1]]`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from fi_core.attention.ops.decode import BATCH_DECODE
 from fi_core.attention.ops.prefill import BATCH_PREFILL, Q_TILE, VARIANT_TILES
@@ -15,13 +15,13 @@ from fi_core.jit import base
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.machine import rehearsal
 from fi_core.runtime.spec.dtype import short_name
-from fi_core.runtime.spec.target import Target
 from fi_core.utils import PosEncodingMode, canonicalize_torch_dtype
 
 ROPE = PosEncodingMode.ROPE_LLAMA.value
 _OPS = {op.name: op for op in (SINGLE_ATTENTION, BATCH_DECODE, BATCH_PREFILL)}
 _FP32_ROWS = "f32"
 _WIDE = 256  # head dims above take another kernel on CUDA cores
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -136,23 +136,16 @@ def derived_scalars(
 
 
 @dataclass(frozen=True)
-class VariantModule(base.JitSpec):
-    """The files of one attention op with a variant. Loaded, it is a CustomAttention, which compiles for other devices
-    later.
+class VariantModule(base.JitSpec, Generic[Made]):
+    """The files of one attention op with a variant, or of batch prefill and of batch decode, as the wrappers for mixed
+    batches compile them from jit_args. Loaded, it is a CustomAttention, or two, which compile for other devices later.
     """
 
-    made: CustomAttention
+    made: Made
 
-    def load(self) -> CustomAttention:
+    def load(self) -> Made:
         self._load_modules()
         return self.made
-
-    @classmethod
-    def of(cls, made: CustomAttention, targets: Sequence[Target]) -> VariantModule:
-        artifacts = tuple(dict.fromkeys(a for target in targets for a in made.custom.artifacts(target)))
-        spec = cls(made.custom.name, artifacts, made)
-        base.jit_spec_registry.register(spec)
-        return spec
 
 
 def variant_module(
@@ -165,7 +158,7 @@ def variant_module(
     few: bool = False,
     fp8_enabled: bool = False,
     backend: str = "fa2",
-) -> VariantModule:
+) -> VariantModule[CustomAttention]:
     """The module of an op; `declared` are the four lists, variant_name and variant_decl. It does not compile."""
     if not re.fullmatch(r"[\w.-]{1,120}", uri):
         raise ValueError(f"uri: 1 to 120 letters, digits and _.- are required, as it names files; got {uri!r}")
@@ -208,25 +201,10 @@ def variant_module(
         facts["qo_len"] = 1 if few else Q_TILE
     custom = CustomOp(found, uri, Variant.of(declared[:4], *declared[4:]), tuple(facts.items()), tuple(forms))
     made = CustomAttention(custom, types, head_dims, pos_encoding_mode == ROPE, {})  # type: ignore[arg-type]
-    return VariantModule.of(made, base.default_targets())
-
-
-@dataclass(frozen=True)
-class VariantModules(base.JitSpec):
-    """The files of batch prefill and of batch decode with variants, as the wrappers for mixed batches compile them from
-    jit_args. Loaded, they are two CustomAttention.
-    """
-
-    made: tuple[CustomAttention, CustomAttention]
-
-    def load(self) -> tuple[CustomAttention, CustomAttention]:
-        self._load_modules()
-        return self.made
-
-    @classmethod
-    def of(cls, prefill: VariantModule, decode: VariantModule, name: str) -> VariantModules:
-        artifacts = tuple(dict.fromkeys((*prefill.artifacts, *decode.artifacts)))
-        return cls(name, artifacts, (prefill.made, decode.made))
+    artifacts = dict.fromkeys(a for target in base.default_targets() for a in custom.artifacts(target))
+    module = VariantModule(custom.name, tuple(artifacts), made)
+    base.jit_spec_registry.register(module)
+    return module
 
 
 def custom_attention(jit_module: Any) -> CustomAttention:

@@ -5,11 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-from fi_core.attention.custom import ROPE, CustomAttention, VariantModule, VariantModules, variant_module
+from fi_core.attention.custom import ROPE, CustomAttention, VariantModule, variant_module
 from fi_core.runtime.lazy import torch
 from fi_core.utils import canonicalize_torch_dtype
+
+One: TypeAlias = VariantModule[CustomAttention]
+Both: TypeAlias = VariantModule[tuple[CustomAttention, CustomAttention]]
+
+
+def _both(prefill: One, decode: One, name: str) -> Both:
+    artifacts = dict.fromkeys((*prefill.artifacts, *decode.artifacts))
+    return VariantModule(name, tuple(artifacts), (prefill.made, decode.made))
 
 
 def _check_backend(backend: str, known: tuple[str, ...] = ("auto", "fa2")) -> None:
@@ -36,7 +44,7 @@ def gen_customize_single_decode_module(
     pos_encoding_mode: int = 0,
     use_sliding_window: bool = False,
     use_logits_soft_cap: bool = False,
-) -> VariantModule:
+) -> One:
     """Decode of one request with the attention variant that a struct in CUDA C++ declares. It does not compile yet.
 
     `build_and_load()` compiles for FI_CUDA_ARCH_LIST or the visible GPUs, else for the CPU, and returns the argument of
@@ -85,7 +93,7 @@ def gen_customize_single_prefill_module(
     use_logits_soft_cap: bool = False,
     use_fp16_qk_reduction: bool = False,
     fp8_enabled: bool = False,
-) -> VariantModule:
+) -> One:
     """Prefill of one request with a variant, for `single_prefill_with_kv_cache_with_jit_module`.
 
     The arguments that are not listed are those of gen_customize_single_decode_module.
@@ -122,7 +130,7 @@ def gen_customize_batch_decode_module(
     pos_encoding_mode: int = 0,
     use_sliding_window: bool = False,
     use_logits_soft_cap: bool = False,
-) -> VariantModule:
+) -> One:
     """Batch decode with a variant: `jit_args` and `jit_kwargs` of BatchDecodeWithPagedKVCacheWrapper are its arguments.
 
     The arguments that are not listed are those of gen_customize_single_decode_module.
@@ -162,7 +170,7 @@ def gen_customize_batch_prefill_module(
     fp8_enabled: bool = False,
     paged_kv_stride_mode: str = "runtime",
     module_surface: str = "full",
-) -> VariantModule:
+) -> One:
     """Batch prefill with a variant: `jit_args` of the batch prefill wrappers are its arguments without backend.
 
     The arguments that are not listed are those of gen_customize_single_prefill_module and
@@ -202,7 +210,7 @@ def gen_customize_batch_attention_module(
     pos_encoding_mode: int = 0,
     use_logits_soft_cap: bool = False,
     use_profiler: bool = False,
-) -> VariantModules:
+) -> Both:
     """A mixed batch with a variant: `jit_args` of BatchAttention and BatchPODWithPagedKVCacheWrapper are its arguments.
 
     The arguments that are not listed are those of gen_customize_batch_decode_module.
@@ -220,7 +228,7 @@ def gen_customize_batch_attention_module(
     lists = additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes
     given = (uri, *types, *lists, variant_name, variant_decl, pos_encoding_mode)
     prefill, decode = gen_customize_batch_prefill_module("auto", *given), gen_customize_batch_decode_module(*given)
-    return VariantModules.of(prefill, decode, f"batch_attention_{uri}")
+    return _both(prefill, decode, f"batch_attention_{uri}")
 
 
 def gen_customize_pod_module(
@@ -244,7 +252,7 @@ def gen_customize_pod_module(
     use_sliding_window_d: bool = False,
     use_logits_soft_cap_d: bool = False,
     use_fp16_qk_reduction: bool = False,
-) -> VariantModules:
+) -> Both:
     """POD attention with variants: `jit_args` of PODWithPagedKVCacheWrapper are its arguments.
 
     The arguments that are not listed are those of gen_customize_batch_decode_module.
@@ -263,7 +271,7 @@ def gen_customize_pod_module(
     of_prefill = (f"{uri}_p", *given, variant_name_p, variant_decl, pos_encoding_mode_p)
     prefill = gen_customize_batch_prefill_module("auto", *of_prefill)
     decode = gen_customize_batch_decode_module(f"{uri}_d", *given, variant_name_d, variant_decl, pos_encoding_mode_d)
-    return VariantModules.of(prefill, decode, f"pod_{uri}")
+    return _both(prefill, decode, f"pod_{uri}")
 
 
 gen_customize_batch_pod_module = gen_customize_pod_module
@@ -311,7 +319,7 @@ def customised(
         raise TypeError(f"jit_args: a tuple is required, of {names}; got {type(jit_args).__name__}")
     if len(jit_args) < least:
         raise TypeError(f"jit_args: {least} are required, {names}; got {len(jit_args)}")
-    generate: Callable[..., VariantModule] = gen_customize_batch_decode_module
+    generate: Callable[..., One] = gen_customize_batch_decode_module
     if kind == "prefill":
         generate = functools.partial(gen_customize_batch_prefill_module, backend)
     try:

@@ -85,7 +85,7 @@ def _resolved(path: str) -> Any:
 
 def _passed_on(path: str) -> list[inspect.Parameter]:
     """The parameters of which a function takes those behind its own as `*args, **options`; [] if it passes none on."""
-    from fi_core.attention.wrappers.decode_arguments import SIZE_OPTIONS
+    from fi_core.attention.wrappers.arguments import SIZE_OPTIONS
     from fi_core.jit import ops
 
     owner, _, name = path.rpartition(".")

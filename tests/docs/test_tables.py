@@ -20,7 +20,7 @@ import fi_core
 import fi_kernels
 from docs.pages import PAGES, ROOT, Table, tables
 from docs.test_commands import sessions
-from fi_core.attention.wrappers import decode_arguments, prefill_arguments
+from fi_core.attention.wrappers import arguments
 from fi_core.integrations import sglang, vllm
 from fi_core.registry import ops
 from fi_core.runtime.spec.target import PREBUILT_ARCHS
@@ -129,11 +129,11 @@ COMPLETE: dict[tuple[str, str], Callable[[Table], tuple[set[Any], set[Any]]]] = 
     ),
     ("docs/guides/attention.md", "`backend=`"): lambda table: (
         quoted(table.column("`backend=`")),
-        set(decode_arguments.BACKENDS),
+        set(arguments.DECODE_BACKENDS),
     ),
     ("docs/guides/prefill.md", "`backend=`"): lambda table: (
         quoted(table.column("`backend=`")),
-        set(prefill_arguments.BACKENDS),
+        set(arguments.PREFILL_BACKENDS),
     ),
     ("docs/guides/benchmark.md", "timer"): lambda table: (
         quoted(table.column("timer")),

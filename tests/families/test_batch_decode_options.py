@@ -273,7 +273,7 @@ def test_graph_mode_refuses_other_batches() -> None:
         wrapper.plan(*p.only([0]).plan_arguments())
     with pytest.raises(ValueError, match="indices: paged_kv_indices_buffer has room for 3; got 5"):
         wrapper.plan(*paged([40, 20]).plan_arguments())
-    with pytest.raises(TypeError, match=r"torch.int32 as in the buffers; got torch.int16"):
+    with pytest.raises(TypeError, match=r"buffer: a table of torch.int32 or int64 is required; got torch.int16"):
         wrapper.plan(p.indptr.short(), *p.plan_arguments()[1:])
     with pytest.raises(ValueError, match="q_len_per_req: fixed at 1 by the first plan"):
         wrapper.plan(*p.plan_arguments(), q_len_per_req=2)

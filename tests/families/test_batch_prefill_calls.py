@@ -229,7 +229,7 @@ def test_a_graph_fixes_the_batch(device: str) -> None:
     with pytest.raises(ValueError, match="custom_mask: with use_cuda_graph"):
         w.plan(*host(b), custom_mask=torch.ones(3, dtype=torch.bool), **b.types())
     qo, indptr, _, *rest = host(b)
-    with pytest.raises(ValueError, match="paged_kv_indices_buf has room for 300"):
+    with pytest.raises(ValueError, match="paged_kv_indices_buf: the buffer has room for 300"):
         w.plan(qo, indptr, torch.zeros(301, dtype=torch.int32), *rest, **b.types())
 
 

@@ -249,7 +249,7 @@ def test_a_graph_wrapper_keeps_its_buffers(device: str) -> None:
             first.qo_indptr.cpu(), first.kv_indptr.cpu(), first.kv_len.cpu(), 16, 512, False,
         )  # fmt: skip
         assert_close(wrapper.run(*first.run_arguments()), first.expected()[0], tolerance=TOLERANCE[first.q.dtype])
-    with pytest.raises(ValueError, match="kv_indices: the buffer holds 16"):
+    with pytest.raises(ValueError, match="kv_indices: the buffer has room for 16"):
         wrapper.plan(*batch((5000, 1), device=device).plan_arguments())
     with pytest.raises(RuntimeError, match="plan"):
         wrapper.run(*first.run_arguments())

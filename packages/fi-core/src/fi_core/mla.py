@@ -9,8 +9,8 @@ from fi_core.attention.forms.tables_mla import (
     xqa_batch_decode_with_kv_cache_mla,
 )
 from fi_core.attention.wrappers.mla import BatchMLAPagedAttentionWrapper
-from fi_core.attention.wrappers.mla_tables import MLAPlanMetadata
 from fi_core.attention.wrappers.planners import get_batch_mla_module
+from fi_core.attention.wrappers.tables import MLAPlanMetadata
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",

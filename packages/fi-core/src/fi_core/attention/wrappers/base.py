@@ -11,6 +11,7 @@ from fi_core.attention.contract import computed, per_head, scale_product
 from fi_core.attention.cudnn import planned as cudnn
 from fi_core.attention.ops.request import Facts
 from fi_core.attention.wrappers import planners
+from fi_core.attention.wrappers.tables import copy_tables, fixed_batch_size
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame
 from fi_core.runtime.lazy import torch
@@ -265,6 +266,8 @@ class BatchWrapper(PlannedWrapper):
 
     _kind: str  # "decode" or "prefill", of a user's variant
     _backends: Mapping[str, str]  # names of `backend`, with the dispatcher's
+    _buffers: Mapping[str, str]  # by fields of the plan: arguments of the constructor, for CUDA graphs
+    _fixes_batch: str  # the one whose length fixes the batch size
     _foreign: Collection[str]  # names of other libraries' kernels
     _pos_encoding_mode = of_plan("pos_encoding", lambda value: PosEncodingMode(value).name, contract.encoding)
     _window_left, _sm_scale = of_plan("window_left"), of_plan("sm_scale")
@@ -290,16 +293,19 @@ class BatchWrapper(PlannedWrapper):
         backend: str,
         use_cuda_graph: bool,
         jit: tuple[Sequence[Any] | None, Mapping[str, Any] | None],
+        buffers: Mapping[str, Any],
     ) -> int:
         """Checks the arguments of the constructors and keeps them; returns the code of the layout.
 
-        jit: jit_args and jit_kwargs.
+        jit: jit_args and jit_kwargs; buffers: by fields of the plan, from which they are read.
         """
         contract.check_workspace(workspace, "float_workspace_buffer", contiguous=self._is_dense)
         layout = contract.code(contract.LAYOUTS, kv_layout, "kv_layout")
         contract.check_backend(backend, self._backends, self._foreign)
         self._kv_layout, self._backend, self._use_cuda_graph = kv_layout, backend, use_cuda_graph
         self.device, self._copies = workspace.device, {}
+        named = {self._buffers[field]: buffer for field, buffer in buffers.items()}
+        self._fixed_batch_size = fixed_batch_size(named, self._fixes_batch) if use_cuda_graph else 0
         self._cudnn = self._variant = None  # where each run finds them at once
         if jit[0] is not None or jit[1]:
             from fi_core.attention.custom_modules import customised
@@ -373,6 +379,15 @@ class BatchWrapper(PlannedWrapper):
             return kept.copy_(table, non_blocking=non_blocking)
         kept = self._copies[name] = table.to(self.device, non_blocking=non_blocking)
         return kept
+
+    def _placed(self, tables: dict[str, torch.Tensor], non_blocking: bool) -> dict[str, torch.Tensor]:
+        """The tables, by fields of the plan, on the device, or in the buffers of the CUDA graph."""
+        if self._use_cuda_graph:
+            return copy_tables(vars(self._plan), tables, self._buffers, non_blocking)
+        for field, table in tables.items():
+            if table.dtype is not torch.int32 or table.device != self.device:
+                tables[field] = self._on_device(field, table, non_blocking)
+        return tables
 
     def end_forward(self) -> None:
         """Does nothing; older callers end a plan with it."""

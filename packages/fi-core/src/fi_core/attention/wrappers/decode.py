@@ -10,8 +10,7 @@ from fi_core.attention.contract import Scores, flag, row_elements, scales_of, un
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import by_variant
 from fi_core.attention.schedule import DecodePlan, split_kv_of
-from fi_core.attention.wrappers import decode_arguments as arguments
-from fi_core.attention.wrappers import trace
+from fi_core.attention.wrappers import arguments, trace
 from fi_core.attention.wrappers.base import explain, run_scales
 from fi_core.attention.wrappers.decode_plan import BatchDecodePlan, check_call
 from fi_core.observe.describe import words
@@ -151,25 +150,21 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             NotImplementedError: window_right with backend "cudnn".
         """
         self._forget_plan()
-        batch_size, own = self._check_table(indptr, indices, last_page_len, seq_lens), self._plan
+        batch_size = self._check_table(indptr, indices, last_page_len, seq_lens)
         self._check_q_len(q_len_per_req)
         options = (
             batch_size, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, window_right,
             logits_soft_cap, q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta,
-            fixed_split_size, disable_split_kv, q_len_per_req, is_causal, own.most_ctas, is_on(),
+            fixed_split_size, disable_split_kv, q_len_per_req, is_causal, self._plan.most_ctas, is_on(),
         )  # fmt: skip
         shape = self._shapes.find(options) or self._new_shape(options)
         if q_len_per_req != 1:
             self._check_lengths(indptr, last_page_len, seq_lens, page_size, q_len_per_req)
-        if self._use_cuda_graph:
-            starts, last, pages = own.indptr, own.last_page_len, own.page_indices
-            arguments.copy_tables((starts, last, pages), (indptr, last_page_len, indices), non_blocking)
-        else:
-            starts = self._on_device("indptr", indptr, non_blocking)
-            last = self._on_device("last_page_len", last_page_len, non_blocking)
-            pages = self._on_device("indices", indices, non_blocking)
-        tables = {"indptr": starts, "last_page_len": last, "page_indices": pages, "block_tables": block_tables}
-        self._end(shape, (starts, last, seq_lens), tables, non_blocking)
+        given = {"indptr": indptr, "last_page_len": last_page_len, "page_indices": indices}
+        tables: dict[str, Any] = self._placed(given, non_blocking)
+        lengths = tables["indptr"], tables["last_page_len"], seq_lens
+        tables["block_tables"] = block_tables
+        self._end(shape, lengths, tables, non_blocking)
 
     begin_forward = plan
 

@@ -10,10 +10,8 @@ from fi_core.attention.contract import Scores, computed
 from fi_core.attention.mask import pack_drafts
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.schedule import DecodePlan, DecodeWorkspaces, split_kv_of
-from fi_core.attention.wrappers import decode_arguments as arguments
-from fi_core.attention.wrappers import planners
+from fi_core.attention.wrappers import arguments, planners
 from fi_core.attention.wrappers.base import BatchWrapper, check_results, check_types, keep, of_plan
-from fi_core.attention.wrappers.decode_arguments import BACKENDS, FOREIGN
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.errors import blame, unsupported
 from fi_core.runtime.invariance import check_plan
@@ -47,7 +45,13 @@ class BatchDecodePlan(BatchWrapper):
     """The planning half of BatchDecodeWithPagedKVCacheWrapper, which documents the arguments."""
 
     _plan: DecodePlan
-    _kind, _backends, _foreign, _is_dense = "decode", BACKENDS, FOREIGN, True
+    _kind, _is_dense, _fixes_batch = "decode", True, "paged_kv_last_page_len_buffer"
+    _backends, _foreign = arguments.DECODE_BACKENDS, arguments.DECODE_FOREIGN
+    _buffers: Mapping[str, str] = {
+        "indptr": "paged_kv_indptr_buffer",
+        "page_indices": "paged_kv_indices_buffer",
+        "last_page_len": "paged_kv_last_page_len_buffer",
+    }
     _plan_run, _check_call = ops.plan_run, staticmethod(check_call)
     _head_dim, _q_len_per_req, _window_right = of_plan("head_dim"), of_plan("q_len"), of_plan("window_right")
 
@@ -66,31 +70,17 @@ class BatchDecodePlan(BatchWrapper):
     ) -> None:
         # With tensor cores, engines also pass the arguments of prefill, which have no effect here.
         given = jit_args[:_JIT_ARGS] if jit_args is not None and use_tensor_cores else jit_args
-        layout = self._set_up(float_workspace_buffer, kv_layout, backend, use_cuda_graph, (given, jit_kwargs))
+        buffers = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
+        tables = dict(zip(self._buffers, buffers))
+        layout = self._set_up(float_workspace_buffer, kv_layout, backend, use_cuda_graph, (given, jit_kwargs), tables)
         self._use_tensor_cores = use_tensor_cores or backend in ("trtllm-gen", "cudnn")
         # "fa2" without tensor cores means the CUDA cores, which also run a user's variant.
-        self._allowed = BACKENDS[backend]
+        self._allowed = self._backends[backend]
         if self._variant is not None or (backend == "fa2" and not self._use_tensor_cores):
             self._allowed = "fa2_cuda_core"
-        indptr, pages, last = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
-        tables = {"indptr": indptr, "page_indices": pages, "last_page_len": last}
         self._plan = DecodePlan(kv_layout=layout, backend=self._allowed, **tables)
-        self._fixed_batch_size = self._check_graph_buffers() if use_cuda_graph else 0
         self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
         self._begin(float_workspace_buffer)
-
-    def _check_graph_buffers(self) -> int:
-        """The batch size that the buffers of a CUDA graph fix."""
-        for name in ("indptr", "indices", "last_page_len"):
-            contract.check_graph_buffer(getattr(self, f"_paged_kv_{name}_buf"), f"paged_kv_{name}_buffer")
-        batch_size: int = self._paged_kv_last_page_len_buf.numel()
-        bounds = self._paged_kv_indptr_buf.numel()
-        if bounds != batch_size + 1:
-            raise ValueError(
-                f"paged_kv_indptr_buffer: length {batch_size + 1} is required, one more than "
-                f"paged_kv_last_page_len_buffer; got {bounds}"
-            )
-        return batch_size
 
     @property
     def use_tensor_cores(self) -> bool:

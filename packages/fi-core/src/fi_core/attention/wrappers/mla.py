@@ -12,7 +12,7 @@ from fi_core.attention.ops import mla as ops
 from fi_core.attention.schedule import MlaPlan
 from fi_core.attention.wrappers import mla_trace, planners
 from fi_core.attention.wrappers.base import PlannedWrapper, Shapes, check_results, explain, keep, of_plan
-from fi_core.attention.wrappers.mla_tables import TABLES, MLAPlanMetadata, Tables, one_form
+from fi_core.attention.wrappers.tables import TABLES, MLAPlanMetadata, Tables, one_form
 from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import refuse

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fi_core.attention.contract import Cache, Scores, check_length, kv_lens, unpack
@@ -65,6 +65,12 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
     """
 
     _is_paged = True
+    _buffers: Mapping[str, str] = {
+        "qo_indptr": "qo_indptr_buf",
+        "indptr": "paged_kv_indptr_buf",
+        "page_indices": "paged_kv_indices_buf",
+        "last_page_len": "paged_kv_last_page_len_buf",
+    }
 
     def __init__(
         self,
@@ -82,12 +88,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        buffers = {
-            "qo_indptr_buf": qo_indptr_buf,
-            "paged_kv_indptr_buf": paged_kv_indptr_buf,
-            "paged_kv_indices_buf": paged_kv_indices_buf,
-            "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
-        }
+        given = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
+        buffers = dict(zip(self._buffers, given))
         masks, jit = (custom_mask_buf, mask_indptr_buf), (jit_args, jit_kwargs)
         graph = (buffers, use_cuda_graph, masks)
         super().__init__(float_workspace_buffer, kv_layout, *graph, backend, jit, variant_owns_mask)
@@ -219,12 +221,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             logits_soft_cap, sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type,
         )  # fmt: skip
         shape = self._shape(batch["batch_size"], options, (fixed_split_size, disable_split_kv))
-        own, place = self._plan, self._placed
-        batch["qo_indptr"] = place(non_blocking, "qo_indptr", own.qo_indptr, qo_indptr)
-        batch["indptr"] = place(non_blocking, "paged_kv_indptr", own.indptr, paged_kv_indptr)
-        batch["page_indices"] = place(non_blocking, "paged_kv_indices", own.page_indices, paged_kv_indices)
-        last = place(non_blocking, "paged_kv_last_page_len", own.last_page_len, paged_kv_last_page_len)
-        batch |= {"last_page_len": last, "block_tables": block_tables}
+        given = {"qo_indptr": qo_indptr, "indptr": paged_kv_indptr, "page_indices": paged_kv_indices}
+        batch |= self._placed({**given, "last_page_len": paged_kv_last_page_len}, non_blocking)
+        batch["block_tables"] = block_tables
         lens = functools.partial(lengths_of, paged_kv_indptr, paged_kv_last_page_len, seq_lens, page_size)
         masks, most = (custom_mask, packed_custom_mask, lens), (max_token_per_sequence, max_sequence_kv)
         items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)

@@ -11,15 +11,14 @@ from fi_core.attention.contract import Scores, computed, flag, scales_of
 from fi_core.attention.ops import prefill as ops
 from fi_core.attention.ops.request import LOAD_BYTES, alignment, by_variant
 from fi_core.attention.schedule import PrefillPlan
-from fi_core.attention.wrappers import planners
-from fi_core.attention.wrappers import prefill_arguments as arguments
+from fi_core.attention.wrappers import arguments, planners
+from fi_core.attention.wrappers.arguments import check_call, check_rows, log_base, lse_shape
 from fi_core.attention.wrappers.base import BatchWrapper, explain, of_plan, run_scales
-from fi_core.attention.wrappers.prefill_arguments import BACKENDS, FOREIGN, check_call, check_rows, log_base, lse_shape
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.invariance import is_on
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.resolve.ahead import planned
-from fi_core.utils import check_shape_dtype_device, int32_index
+from fi_core.utils import check_shape_dtype_device
 
 _SIZES = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "causal", "window_left")
 
@@ -30,7 +29,8 @@ class BatchPrefillPlan(BatchWrapper):
     """The planning half of BatchPrefillWithPagedKVCacheWrapper and BatchPrefillWithRaggedKVCacheWrapper."""
 
     _plan: PrefillPlan
-    _kind, _backends, _foreign, _is_dense = "prefill", BACKENDS, FOREIGN, False
+    _kind, _is_dense, _fixes_batch = "prefill", False, "qo_indptr_buf"
+    _backends, _foreign = arguments.PREFILL_BACKENDS, arguments.PREFILL_FOREIGN
     _plan_run = ops.plan_run
     _compiled: Mapping[str, Any] = {}  # arguments of plan that the constructor fixes
     plan: Callable[..., None]
@@ -58,15 +58,11 @@ class BatchPrefillPlan(BatchWrapper):
         (custom_mask_buf, mask_indptr_buf), jit_args = mask_buffers, jit[0]
         if variant_owns_mask and (backend != "fa2" or jit_args is None):
             raise ValueError('variant_owns_mask: requires backend "fa2" and jit_args')
-        layout = self._set_up(float_workspace_buffer, kv_layout, backend, use_cuda_graph, jit)
+        layout = self._set_up(float_workspace_buffer, kv_layout, backend, use_cuda_graph, jit, buffers)
         self._variant_owns_mask = variant_owns_mask
-        self._allowed = "fa2" if self._variant is not None else BACKENDS[backend]
-        self._fixed_batch_size = arguments.fixed_batch_size(buffers) if use_cuda_graph else 0
-        indptr = buffers.get("paged_kv_indptr_buf", buffers.get("kv_indptr_buf"))
+        self._allowed = "fa2" if self._variant is not None else self._backends[backend]
         masks = {"mask": custom_mask_buf, "mask_indptr": mask_indptr_buf}
-        pages, last = buffers.get("paged_kv_indices_buf"), buffers.get("paged_kv_last_page_len_buf")
-        tables = {"qo_indptr": buffers.get("qo_indptr_buf"), "indptr": indptr, "page_indices": pages, **masks}
-        self._plan = PrefillPlan(kv_layout=layout, backend=self._allowed, last_page_len=last, **tables)
+        self._plan = PrefillPlan(kv_layout=layout, backend=self._allowed, **buffers, **masks)
         if use_cuda_graph and custom_mask_buf is not None and mask_indptr_buf is None:
             raise ValueError("mask_indptr_buf: a tensor is required with custom_mask_buf; got None")
         self._graph_masks = custom_mask_buf if use_cuda_graph else None
@@ -128,20 +124,6 @@ class BatchPrefillPlan(BatchWrapper):
                 )
         kv_last = contract.last_value(kv_indptr, "kv_indptr")
         return {"batch_size": batch_size, "rows": rows, "kv_last": kv_last}
-
-    def _placed(self, non_blocking: bool, name: str, buffer: torch.Tensor | None, table: torch.Tensor) -> torch.Tensor:
-        """A device copy of a table, or the buffer of the CUDA graph, into which it is copied."""
-        if not self._use_cuda_graph:
-            return self._on_device(name, table, non_blocking)
-        assert buffer is not None
-        table = int32_index(table)
-        if table.dtype is not buffer.dtype:
-            raise TypeError(f"{name}: {buffer.dtype}, as {name}_buf has it, or int64 is required; got {table.dtype}")
-        if table.numel() > buffer.numel():
-            raise ValueError(f"{name}: {name}_buf has room for {buffer.numel()}; got {table.numel()}")
-        if table.data_ptr() != buffer.data_ptr():
-            buffer[: table.numel()].copy_(table, non_blocking=non_blocking)
-        return buffer
 
     def _masks(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fi_core.attention.contract import Scores
@@ -35,6 +35,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
     """
 
     _is_paged = False
+    _buffers: Mapping[str, str] = {"qo_indptr": "qo_indptr_buf", "indptr": "kv_indptr_buf"}
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        buffers = {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf}
+        buffers = {"qo_indptr": qo_indptr_buf, "indptr": kv_indptr_buf}
         masks, jit = (custom_mask_buf, mask_indptr_buf), (jit_args, jit_kwargs)
         graph = (buffers, use_cuda_graph, masks)
         super().__init__(float_workspace_buffer, kv_layout, *graph, backend, jit, variant_owns_mask)
@@ -124,15 +125,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         self._forget_plan()
         _require_same("v_indptr", v_indptr, "kv_indptr", kv_indptr)
         _require_same("o_indptr", o_indptr, "qo_indptr", qo_indptr)
-        batch, own = self._check_batch(qo_indptr, kv_indptr), self._plan
+        batch = self._check_batch(qo_indptr, kv_indptr)
         dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
         options = (
             num_qo_heads, num_kv_heads, head_dim_qk, dim_vo, 1, causal, window_left, pos_encoding_mode,
             logits_soft_cap, sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type,
         )  # fmt: skip
         shape = self._shape(batch["batch_size"], options, (fixed_split_size, disable_split_kv))
-        batch["qo_indptr"] = self._placed(non_blocking, "qo_indptr", own.qo_indptr, qo_indptr)
-        batch["indptr"] = self._placed(non_blocking, "kv_indptr", own.indptr, kv_indptr)
+        batch |= self._placed({"qo_indptr": qo_indptr, "indptr": kv_indptr}, non_blocking)
         masks = (custom_mask, packed_custom_mask, lambda device: kv_indptr.to(device).diff())
         items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
         most = (max_token_per_sequence, max_sequence_kv)

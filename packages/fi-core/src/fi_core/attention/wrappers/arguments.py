@@ -1,22 +1,81 @@
-"""Arguments of batch prefill: backends, the base and layout of lse, the buffers of CUDA graphs, what a plan fixes."""
+"""Arguments of batch decode and batch prefill: backends, options by position, what a plan fixes, results."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fi_core.attention import contract
 from fi_core.attention.schedule import PrefillPlan
 from fi_core.attention.wrappers.base import check_results, check_types
-from fi_core.attention.wrappers.decode_arguments import options_of_size
+from fi_core.observe.describe import words
 from fi_core.runtime.errors import blame
 from fi_core.runtime.invariance import check_plan, is_on
 from fi_core.runtime.lazy import torch
 
-# Names of other libraries' kernels with the same semantics mean "auto".
-BACKENDS = {name: name for name in ("auto", "fa2", "fa3", "cudnn")} | {"trtllm-gen": "auto", "cutlass": "auto"}
-FOREIGN = ("cute-dsl", "cute-dsl-prims")
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Backends of decode and of prefill, and names of other libraries' kernels. Those with the same semantics mean "auto".
+DECODE_BACKENDS = {name: name for name in ("auto", "fa2", "fa2_tc", "fa3", "cudnn")}
+DECODE_BACKENDS |= {"trtllm-gen": "auto", "xqa": "auto"}
+PREFILL_BACKENDS = {name: name for name in ("auto", "fa2", "fa3", "cudnn")} | {"trtllm-gen": "auto", "cutlass": "auto"}
+DECODE_FOREIGN, PREFILL_FOREIGN = ("cute-dsl", "cutile", "prims-ts"), ("cute-dsl", "cute-dsl-prims")
+
+# The options of decode's plan after page_size, in their older positional order.
+_POSITIONAL = words(
+    "pos_encoding_mode window_left logits_soft_cap q_data_type kv_data_type o_data_type data_type sm_scale rope_scale",
+    "rope_theta non_blocking block_tables seq_lens fixed_split_size disable_split_kv q_len_per_req",
+)
+_FIXED = 8  # positional parameters of plan, self included
+SIZE_OPTIONS = tuple(name for name in _POSITIONAL if name != "non_blocking")  # of workspace_size
+
+
+def by_name(function: str, names: Sequence[str], values: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The options, with values that are given by position under these names. Raises TypeError as a call does."""
+    if len(values) > len(names):
+        raise TypeError(f"{function}: at most {len(names)} options may go by position; got {len(values)}")
+    named = dict(zip(names, values))
+    twice = [name for name in named if name in options]
+    if twice:
+        raise TypeError(f"{function}: {', '.join(twice)} given by position and by keyword")
+    return {**named, **options}
+
+
+def options_of_size(names: Sequence[str], values: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """`by_name` of workspace_size, which has no other options. Raises TypeError for one."""
+    given = by_name("workspace_size", names, values, options)
+    unknown = [name for name in options if name not in names]
+    if unknown:
+        raise TypeError(f"workspace_size: no option is named {', '.join(unknown)}; there are {', '.join(names)}")
+    return given
+
+
+def deprecated_positional(plan: F) -> F:
+    """Accepts the keyword-only options of `plan` by position, with a warning."""
+
+    @functools.wraps(plan)
+    def wrapper(*args: Any, **options: Any) -> Any:
+        if len(args) > _FIXED:
+            more = args[_FIXED:]
+            options = by_name(plan.__name__, _POSITIONAL, more, options)
+            names = ", ".join(_POSITIONAL[: len(more)])
+            warnings.warn(f"{plan.__name__}: pass {names} by keyword", DeprecationWarning, stacklevel=2)
+        return plan(*args[:_FIXED], **options)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def lengths(
+    indptr: torch.Tensor, last_page_len: torch.Tensor | None, seq_lens: torch.Tensor | None, page_size: int
+) -> list[int]:
+    """Tokens of each request; synchronises if a table is on the device."""
+    if seq_lens is not None:
+        return [int(n) for n in seq_lens.flatten().tolist()]
+    assert last_page_len is not None
+    return contract.kv_lens(indptr.cpu().long(), last_page_len.cpu().long(), page_size).tolist()
 
 
 def log_base(lse_base: str) -> float:
@@ -34,18 +93,6 @@ def lse_shape(lse_layout: str, rows: int, heads: int) -> tuple[int, int]:
     if lse_layout == "HN":
         return heads, rows
     raise ValueError(f'lse_layout: "NH" or "HN" is required; got {lse_layout!r}')
-
-
-def fixed_batch_size(buffers: Mapping[str, Any]) -> int:
-    """The batch size that the buffers of use_cuda_graph fix. Raises ValueError for one that does not fit."""
-    for name, buffer in buffers.items():
-        contract.check_graph_buffer(buffer, name)
-    rows = len(buffers["qo_indptr_buf"])
-    for name, buffer in buffers.items():
-        length = rows if name.endswith("indptr_buf") else rows - 1
-        if len(buffer) != length and not name.endswith("indices_buf"):
-            raise ValueError(f"{name}: length {length} is required, since qo_indptr_buf has {rows}; got {len(buffer)}")
-    return rows - 1
 
 
 def check_rows(plan: PrefillPlan, graph: bool, q: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
-"""The tables of a batch MLA plan in each form that a caller may have them, and where the plan keeps them."""
+"""The tables of plans: in the buffers of a CUDA graph, and those of batch MLA in each form that a caller has."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fi_core.attention.contract import check_graph_buffer, viewed
@@ -10,6 +11,50 @@ from fi_core.runtime.lazy import torch
 from fi_core.utils import int32_index
 
 TABLES = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+
+
+def fixed_batch_size(buffers: Mapping[str, Any], of: str) -> int:
+    """The batch size that the buffers of use_cuda_graph fix, by that named `of`. ValueError if one differs."""
+    for name, buffer in buffers.items():
+        check_graph_buffer(buffer, name)
+    batch_size: int = buffers[of].numel() - ("indptr" in of)
+    for name, buffer in buffers.items():
+        wanted, found = batch_size + ("indptr" in name), buffer.numel()
+        if found != wanted and "indices" not in name:
+            raise ValueError(f"{name}: length {wanted} is required, for {batch_size} requests as {of} has; got {found}")
+    return batch_size
+
+
+def copy_tables(
+    buffers: Mapping[str, Any], tables: Mapping[str, torch.Tensor], names: Mapping[str, str], non_blocking: bool
+) -> dict[str, torch.Tensor]:
+    """Copies each table into the beginning of its buffer, all tables of one device in one kernel; returns the buffers.
+
+    names: of the buffers. Raises ValueError and TypeError for a table that does not fit.
+    """
+    placed: dict[str, torch.Tensor] = {}
+    together: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for field, table in tables.items():
+        buffer = placed[field] = buffers[field]
+        table = int32_index(table)
+        if table.data_ptr() == buffer.data_ptr():
+            continue
+        if table.ndim != 1:
+            raise ValueError(f"{names[field]}: one dimension is required of a table; got shape {tuple(table.shape)}")
+        if table.dtype is not buffer.dtype:
+            raise TypeError(f"{names[field]}: a table of {buffer.dtype} or int64 is required; got {table.dtype}")
+        if table.shape != buffer.shape:
+            if table.numel() > buffer.numel():
+                raise ValueError(f"{names[field]}: the buffer has room for {buffer.numel()}; got {table.numel()}")
+            buffer = buffer[: table.numel()]
+        if table.device == buffer.device:
+            together[0].append(buffer)
+            together[1].append(table)
+        else:
+            buffer.copy_(table, non_blocking=non_blocking)
+    if together[0]:
+        torch._foreach_copy_(*together)  # pyright: ignore[reportPrivateImportUsage]
+    return placed
 
 
 class MLAPlanMetadata(NamedTuple):
@@ -109,15 +154,11 @@ class Tables:
         self.device, self.buffers, self.batch_size = device, buffers, 0
         if buffers is None:
             return
-        for name, buffer in buffers.items():
-            check_graph_buffer(buffer, name)
-        self.batch_size = buffers["kv_len_arr"].numel()
+        check_graph_buffer(buffers["kv_len_arr"], "kv_len_arr")
         for name in TABLES[:2]:
-            wanted, found = self.batch_size + 1, buffers[name].numel()
-            if found < wanted:
-                raise ValueError(f"{name}: length {wanted} is required, one more than kv_len_arr; got {found}")
-            if found > wanted:
-                buffers[name] = buffers[name][:wanted]
+            check_graph_buffer(buffers[name], name)
+            buffers[name] = buffers[name][: buffers["kv_len_arr"].numel() + 1]
+        self.batch_size = fixed_batch_size(buffers, "kv_len_arr")
 
     def place(self, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_len_arr: Any) -> tuple[Any, ...]:
         """The tables of a plan on the device. Raises ValueError."""
@@ -127,7 +168,8 @@ class Tables:
                 return given
             self._check(given)
             if self.buffers is not None:
-                return tuple(map(self._into_buffer, TABLES, given))
+                copy_tables(self.buffers, dict(zip(TABLES, given)), dict(zip(TABLES, TABLES)), non_blocking=True)
+                return tuple(self.buffers.values())
             return tuple(int32_index(x).to(device, non_blocking=True).contiguous() for x in given)
         except (AttributeError, RuntimeError) as error:
             blame(error, **dict(zip(TABLES, given)))
@@ -161,12 +203,3 @@ class Tables:
                 raise ValueError(
                     f"{name}: length {batch_size + 1} is required, one more than kv_len_arr; got {table.numel()}"
                 )
-
-    def _into_buffer(self, name: str, table: torch.Tensor) -> torch.Tensor:
-        assert self.buffers is not None
-        buffer: torch.Tensor = self.buffers[name]
-        if table.numel() > buffer.numel():
-            raise ValueError(f"{name}: the buffer holds {buffer.numel()} entries; got {table.numel()}")
-        if table.data_ptr() != buffer.data_ptr():
-            buffer[: table.numel()].copy_(int32_index(table), non_blocking=True)
-        return buffer

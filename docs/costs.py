@@ -30,8 +30,12 @@ def indexer_table() -> str:
         floor = max(row.get("bytes_us", 0.0), row["mma_us"])
         logits, both = row["logits_us"], row["topk_us"]
         share = f"{floor / logits:.0%}".replace("%", " %")
-        lines.append((row["case"], number(floor), number(logits), share, number(both)))
-    return table(("case", "floor us", "logits us", "floor / time", "logits and top-k us"), lines)
+        before = row["before_topk_us"]
+        lines.append(
+            (row["case"], number(floor), number(logits), share, number(both), number(before), f"{both / before:.2f}")
+        )
+    head = ("case", "floor us", "logits us", "floor / time", "logits and top-k us", "two kernels before us", "ratio")
+    return table(head, lines)
 
 
 def adapters_table() -> str:

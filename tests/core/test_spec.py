@@ -253,6 +253,10 @@ def test_a_declaration(op: Op) -> None:
     assert grid and len({tuple(values.items()) for values in grid}) == len(grid), "the grid repeats itself"
     for values in grid:
         assert list(values) == list(op.fields), "fields in the order of the declaration"
+        if values.get("selects"):  # the op `indexer` asks for it on Hopper alone; elsewhere it composes two ops
+            assert op.name == "mqa_logits"
+            assert [spec.implementation for spec in specs(Request.of(op, CUDA["90a"], values))] == ["wgmma_select_sm90"]
+            continue
         (cpu,) = specs(Request.of(op, CPU, values))
         assert cpu.unit() is None, "every op runs on the CPU"
         assert any(specs(Request.of(op, target, values)) for target in CUDA.values()), "and on some GPU"
@@ -287,4 +291,4 @@ def test_units(op: Op) -> None:
 def test_the_prebuilt_set_is_small() -> None:
     """All five architectures of all ops share wheels of 15 MB."""
     count = sum(len(list(op.grid())) for op in ops().values())
-    assert count <= 181, "prebuild fewer configurations: what varies per call is an argument"
+    assert count <= 183, "prebuild fewer configurations: what varies per call is an argument"

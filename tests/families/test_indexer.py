@@ -19,17 +19,19 @@ def e4m3(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(torch.float8_e4m3fn)
 
 
-def paged(batch: int, next_n: int, pages: int, device: str) -> dict[str, torch.Tensor]:
+def paged(
+    batch: int, next_n: int, pages: int, device: str, heads: int = HEADS, dim: int = DIM
+) -> dict[str, torch.Tensor]:
     """Requests of several lengths; many keys are equal, so that logits tie at the last place."""
     generator = torch.Generator().manual_seed(batch)
     count = batch * pages
-    values = e4m3(5, PAGE * DIM)[torch.arange(count) % 5].view(torch.uint8)
+    values = e4m3(5, PAGE * dim)[torch.arange(count) % 5].view(torch.uint8)
     cache = torch.cat([values, torch.ones(count, PAGE).view(torch.uint8)], 1)
     lengths = torch.randint(0, pages * PAGE + 1, (batch,), generator=generator)
     given = {
-        "q": e4m3(batch, next_n, HEADS, DIM, seed=1),
-        "kv_cache": cache.view(count, PAGE, 1, DIM + 4),
-        "weights": torch.randn(batch * next_n, HEADS, generator=generator),
+        "q": e4m3(batch, next_n, heads, dim, seed=1),
+        "kv_cache": cache.view(count, PAGE, 1, dim + 4),
+        "weights": torch.randn(batch * next_n, heads, generator=generator),
         "context_lens": lengths.int(),
         "block_table": torch.randperm(count, generator=generator).int().view(batch, pages),
     }
@@ -44,12 +46,12 @@ def largest(row: torch.Tensor, k: int, tie_break: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tie_break", [1, 2])
-@pytest.mark.parametrize("next_n", [1, 3])
+@pytest.mark.parametrize(("next_n", "form"), [(1, (8, 32)), (3, (8, 32)), (2, (64, 128)), (4, (32, 128))])
 def test_requests_get_the_largest_logits_exactly(
-    next_n: int, tie_break: int, device: str, monkeypatch: pytest.MonkeyPatch
+    next_n: int, form: tuple[int, int], tie_break: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against the logits of `fp8_paged_mqa_logits`, for all requests at once, a few at a time, and each alone."""
-    x, top_k = paged(5, next_n, 6, device), 24
+    x, top_k = paged(5, next_n, 6, device, *form), 24
     logits = fp8_paged_mqa_logits(**x, schedule_meta=None, max_context_len=6 * PAGE)
     whole, scores = fp8_paged_indexer_topk(**x, top_k=top_k, tie_break=tie_break, return_scores=True)
     slots = fp8_paged_indexer_topk(**x, top_k=top_k, tie_break=tie_break, output="slot")
@@ -110,7 +112,7 @@ def test_nothing_is_chosen_where_there_is_nothing(device: str) -> None:
 
 @pytest.mark.gpu
 def test_a_graph_chooses_for_other_lengths() -> None:
-    x = paged(4, 2, 6, "cuda")
+    x = paged(4, 2, 6, "cuda", 64, 128)
     graph = torch.cuda.CUDAGraph()
     fp8_paged_indexer_topk(**x, top_k=24, output="slot")
     with torch.cuda.graph(graph):

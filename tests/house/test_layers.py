@@ -126,6 +126,7 @@ HEADERS: dict[str, set[str]] = {
     "attention": SHARED | {"quantization", "rope"},
     "comm": SHARED | {"norm", "quantization"},
     "fused_moe": SHARED | {"gemm", "norm", "quantization"},
+    "indexer": SHARED | {"topk"},
     "page": SHARED | {"quantization"},
     "sampling": SHARED | {"topk"},
 }

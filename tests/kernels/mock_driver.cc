@@ -337,7 +337,7 @@ MOCK cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* address, c
                             int swizzle, int promotion, int fill) {
   const uint64_t bytes = type == fi::cu::kTensorU8 ? 1 : 2;
   std::string text;
-  bool legal = rank >= 3 && rank <= 5 && reinterpret_cast<uintptr_t>(address) % 16 == 0 && type <= 1 && !interleave &&
+  bool legal = rank >= 1 && rank <= 5 && reinterpret_cast<uintptr_t>(address) % 16 == 0 && type <= 1 && !interleave &&
                !fill && reinterpret_cast<uintptr_t>(map) % 64 == 0 && box[0] * bytes % 16 == 0 &&
                (swizzle != fi::cu::kSwizzle128B || box[0] * bytes <= 128) && promotion <= 3;
   for (uint32_t i = 0; i < rank; ++i) {

@@ -91,7 +91,7 @@ def can_implement_filtered_topk() -> bool:
     return capability in ((8, 0), (8, 7)) or capability[0] in (9, 10, 11)
 
 
-def _prefers_last(tie_break: int) -> bool:
+def prefers_last(tie_break: int) -> bool:
     if tie_break not in (0, 1, 2):
         raise ValueError(f"tie_break: TopKTieBreak NONE (0), SMALL (1) or LARGE (2) is required; got {tie_break!r}")
     return tie_break == 2
@@ -248,7 +248,7 @@ def top_k(
     values = input.new_empty(rows, k)
     indices = input.new_empty(rows, k, dtype=torch.int64)
     in_kernel = sorted and (k <= _SORTABLE or not input.is_cuda)
-    prefer_last = _prefers_last(tie_break)
+    prefer_last = prefers_last(tie_break)
     _top_k(input, k, values, indices, prefer_last=prefer_last, sorted=in_kernel)
     if sorted and not in_kernel:
         # Maps NaN to the largest value: torch places NaN of negative sign elsewhere.
@@ -372,7 +372,7 @@ def top_k_page_table_transform(
         row_to_batch=None if row_to_batch is None else int32_index(row_to_batch),
         page_table_row_starts=None if page_table_row_starts is None else int32_index(page_table_row_starts),
         page_size=page_size,
-        prefer_last=_prefers_last(tie_break),
+        prefer_last=prefers_last(tie_break),
     )
     return out
 
@@ -445,6 +445,6 @@ def top_k_ragged_transform(
         lengths=int32_index(lengths),
         row_starts=None if row_starts is None else int32_index(row_starts),
         offsets=int32_index(offsets),
-        prefer_last=_prefers_last(tie_break),
+        prefer_last=prefers_last(tie_break),
     )
     return out

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fi_core.indexer.ops import mqa_logits
+from fi_core.indexer.ops import STATE_WORDS, mqa_logits, selects
 from fi_core.indexer.trace import PAGED_LOGITS, PAGED_TOPK, RAGGED_LOGITS, RAGGED_TOPK
 from fi_core.observe.log import fi_api
-from fi_core.topk import top_k_page_table_transform, top_k_ragged_transform
+from fi_core.topk import prefers_last, top_k_page_table_transform, top_k_ragged_transform
 from fi_core.utils import check_shape_dtype_device
 
 if TYPE_CHECKING:
@@ -204,8 +204,9 @@ def fp8_indexer_topk(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Chooses the top_k keys with the largest `fp8_mqa_logits` of each row, exactly.
 
-    Logits of some rows at a time, at most 256 MB, lie in memory of the call. Nothing synchronises, and a row's result
-    depends on nothing but the row and its keys.
+    On sm_90 one kernel computes and ranks logits of up to 64 MB, which stay in L2. Else logits of some rows at a time,
+    at most 256 MB, lie in memory of the call. Nothing synchronises, and a row's result depends on nothing but the row
+    and its keys.
 
     Args:
         q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end: as of `fp8_mqa_logits`.
@@ -224,20 +225,55 @@ def fp8_indexer_topk(
         ValueError: a shape, device, layout, top_k or tie_break is wrong.
         TypeError: a dtype is wrong.
     """
-    import torch
-
-    rows, columns = q.shape[0], kv[0].shape[0]
+    rows, columns = q.shape[0], -(-max(kv[0].shape[0], 1) // 4) * 4
     _required(cu_seq_len_k_start=cu_seq_len_k_start)
     _checked(indices, scores, q, rows, top_k)
-    if indices is None:
-        indices = cu_seq_len_k_start.new_empty(rows, top_k)
-    if return_scores and scores is None:
+    chosen = cu_seq_len_k_start.new_empty(rows, top_k) if indices is None else indices
+    if not return_scores:
+        scores = None
+    elif scores is None:
         scores = weights.new_empty(rows, top_k)
+    if kv[0].shape[0] == 0 or not selects(q, kv[0], rows * columns, chosen, scores):
+        windows = cu_seq_len_k_start, cu_seq_len_k_end
+        _choose_ragged_in_pieces(q, kv, weights, windows, chosen, scores, relative, tie_break)
+        return (chosen, scores) if scores is not None else chosen
+    mqa_logits(
+        weights.new_empty(rows, columns),
+        q,
+        kv[0],
+        weights,
+        cu_seq_len_k_end,
+        starts=cu_seq_len_k_start,
+        key_scales=kv[1],
+        relative=True,
+        indices=chosen,
+        scores=scores,
+        state=cu_seq_len_k_start.new_empty(rows, STATE_WORDS),
+        mapped=not relative,
+        prefer_last=prefers_last(tie_break),
+    )
+    return (chosen, scores) if scores is not None else chosen
+
+
+def _choose_ragged_in_pieces(
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    windows: tuple[torch.Tensor, torch.Tensor],
+    indices: torch.Tensor,
+    scores: torch.Tensor | None,
+    relative: bool,
+    tie_break: int,
+) -> None:
+    """Chooses keys of some rows at a time, whose logits take at most _LOGITS_BYTES, or of one."""
+    import torch
+
+    (rows, top_k), columns = indices.shape, kv[0].shape[0]
     step = max(1, min(rows, _LOGITS_BYTES // (4 * max(columns, 1))))
     scratch = weights.new_empty(step, max(columns, 1))
     for first in range(0, rows, step):
         part = slice(first, first + step)
-        start, end = cu_seq_len_k_start[part], cu_seq_len_k_end[part]
+        start, end = (x[part] for x in windows)
         logits = scratch[: start.shape[0]]
         mqa_logits(
             logits,
@@ -253,61 +289,27 @@ def fp8_indexer_topk(
         begin = start.clamp(min=0)
         lengths = (end.clamp(max=columns) - begin).clamp(min=0)
         found = top_k_ragged_transform(logits, torch.zeros_like(begin), lengths, top_k, tie_break=tie_break)
-        if return_scores:
-            _scores_of(logits, found, scores[part])  # type: ignore[index]
+        if scores is not None:
+            _scores_of(logits, found, scores[part])
         indices[part] = found if relative else torch.where(found < 0, found, found + begin[:, None])
-    return (indices, scores) if return_scores else indices  # type: ignore[return-value]
 
 
-@fi_api(trace=PAGED_TOPK)
-def fp8_paged_indexer_topk(
+def _choose_paged_in_pieces(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     weights: torch.Tensor,
     context_lens: torch.Tensor,
     block_table: torch.Tensor,
-    top_k: int = 2048,
-    *,
-    output: str = "position",
-    tie_break: int = 1,
-    indices: torch.Tensor | None = None,
-    scores: torch.Tensor | None = None,
-    return_scores: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Chooses the top_k keys with the largest `fp8_paged_mqa_logits` of each row, exactly.
-
-    Logits of some requests at a time lie in memory of the call, as wide as block_table is long: at most 256 MB, or
-    those of one request. Nothing synchronises.
-
-    Args:
-        q, kv_cache, weights, context_lens, block_table: as of `fp8_paged_mqa_logits`.
-        top_k: 1 or more.
-        output: "position": in the request; "slot": `block_table[b, j // page_size] * page_size + j % page_size`, as
-            sparse MLA takes it.
-        tie_break, indices, scores, return_scores: as of `fp8_indexer_topk`, for `batch * next_n` rows.
-
-    Returns:
-        As `fp8_indexer_topk`. Slots come in the order of positions.
-
-    Raises:
-        ValueError: a shape, device, layout, top_k, output or tie_break is wrong.
-        TypeError: a dtype is wrong.
-    """
+    indices: torch.Tensor,
+    scores: torch.Tensor | None,
+    output: str,
+    tie_break: int,
+) -> None:
+    """Chooses keys of some requests at a time, whose logits take at most _LOGITS_BYTES, or of one."""
     import torch
 
-    batch, next_n = q.shape[:2]
-    page_size = kv_cache.shape[1]
-    _checked(indices, scores, q, batch * next_n, top_k)
-    if output not in ("position", "slot"):
-        raise ValueError(f"output must be 'position' or 'slot'; got {output!r}")
-    _required(block_table=block_table)
+    (batch, next_n), page_size, top_k = q.shape[:2], kv_cache.shape[1], indices.shape[1]
     columns = block_table.shape[1] * page_size
-    if columns >= 1 << 31:
-        raise ValueError(f"block_table must have pages of less than 2^31 tokens; got {list(block_table.shape)}")
-    if indices is None:
-        indices = context_lens.new_empty(batch * next_n, top_k)
-    if return_scores and scores is None:
-        scores = weights.new_empty(batch * next_n, top_k)
     lengths = context_lens
     if context_lens.ndim == 1:
         rows = torch.arange(1 - next_n, 1, dtype=torch.int32, device=q.device)
@@ -331,7 +333,75 @@ def fp8_paged_indexer_topk(
             page_size=page_size,
             out_raw_indices=positions,
         )
-        if return_scores:
-            _scores_of(logits, positions, scores[part])  # type: ignore[index]
+        if scores is not None:
+            _scores_of(logits, positions, scores[part])
         indices[part] = slots if output == "slot" else positions
-    return (indices, scores) if return_scores else indices  # type: ignore[return-value]
+
+
+@fi_api(trace=PAGED_TOPK)
+def fp8_paged_indexer_topk(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    top_k: int = 2048,
+    *,
+    output: str = "position",
+    tie_break: int = 1,
+    indices: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+    return_scores: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Chooses the top_k keys with the largest `fp8_paged_mqa_logits` of each row, exactly.
+
+    Logits of all requests lie in memory of the call, as wide as block_table is long, if they take at most 64 MB: on
+    sm_90 one kernel computes and ranks them then. Otherwise logits of some requests lie there at a time: at most
+    256 MB, or those of one request. Nothing synchronises.
+
+    Args:
+        q, kv_cache, weights, context_lens, block_table: as of `fp8_paged_mqa_logits`.
+        top_k: 1 or more.
+        output: "position": in the request; "slot": `block_table[b, j // page_size] * page_size + j % page_size`, as
+            sparse MLA takes it.
+        tie_break, indices, scores, return_scores: as of `fp8_indexer_topk`, for `batch * next_n` rows.
+
+    Returns:
+        As `fp8_indexer_topk`. Slots come in the order of positions.
+
+    Raises:
+        ValueError: a shape, device, layout, top_k, output or tie_break is wrong.
+        TypeError: a dtype is wrong.
+    """
+    batch, next_n = q.shape[:2]
+    page_size = kv_cache.shape[1]
+    _checked(indices, scores, q, batch * next_n, top_k)
+    if output not in ("position", "slot"):
+        raise ValueError(f"output must be 'position' or 'slot'; got {output!r}")
+    _required(block_table=block_table)
+    columns = block_table.shape[1] * page_size
+    if columns >= 1 << 31:
+        raise ValueError(f"block_table must have pages of less than 2^31 tokens; got {list(block_table.shape)}")
+    chosen = context_lens.new_empty(batch * next_n, top_k) if indices is None else indices
+    if not return_scores:
+        scores = None
+    elif scores is None:
+        scores = weights.new_empty(batch * next_n, top_k)
+    rows = batch * next_n
+    if selects(q, kv_cache, rows * columns, chosen, scores):
+        mqa_logits(
+            weights.new_empty(rows, max(columns, page_size)),
+            q,
+            kv_cache,
+            weights,
+            context_lens,
+            block_table=block_table,
+            indices=chosen,
+            scores=scores,
+            state=context_lens.new_empty(rows, STATE_WORDS),
+            mapped=output == "slot",
+            prefer_last=prefers_last(tie_break),
+        )
+    else:
+        _choose_paged_in_pieces(q, kv_cache, weights, context_lens, block_table, chosen, scores, output, tie_break)
+    return (chosen, scores) if scores is not None else chosen

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.runtime.launch.operator import operator
+from fi_core.runtime.resolve.ahead import composition
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least, exactly
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 
+if TYPE_CHECKING:
+    import torch
+
 _HEADS, _DIMS = (64, 32, 16, 8), (128, 64, 32)
-_WARPGROUPS = 3  # that compute
+STATE_WORDS = 8324  # int32 of a row that is selected from: MqaSelectRow of mqa_logits.h
 
 
 class _Config(NamedTuple):
@@ -29,46 +33,108 @@ def _mma_unit(axes: Values) -> Unit:
 
 
 def _wgmma_entry(heads: int, rows: int, row_groups: int, paged: bool, is_last: bool) -> Entry:
-    keys = 64 * (_WARPGROUPS // row_groups)
-    stages, queries = 4 if row_groups == 1 else 8, 2 if paged else 1
-    size = stages * keys * (128 + 4) + queries * row_groups * heads * rows * 128 + 16 * (stages + queries) + 2048
+    keys = 128 // row_groups
+    stages = 6 if row_groups == 1 else 8
+    size = stages * keys * (128 + 4) + 2 * row_groups * heads * rows * 128 + 16 * (stages + 2) + 2048
     body = f"mqa_logits_wgmma<{heads}, {rows}, {row_groups}, {'true' if paged else 'false'}, {size}>"
     name = f"mqa_logits_{'paged' if paged else 'ragged'}_{rows}_{row_groups}"
-    return Entry(name, body, _WARPGROUPS * 128 + 32, _Config(rows, row_groups, paged, is_last), size, 1)
+    return Entry(name, body, 384, _Config(rows, row_groups, paged, is_last), size, 1)
 
 
 def _wgmma_unit(axes: Values) -> Unit:
-    """Many ragged rows share each tile of keys; few rows, as those of a request are, split it."""
+    """The fewest rows that hold those of a request, or else many, whose warpgroups share each tile of keys."""
     heads = axes["heads"]
+    most = min(4, 128 // heads)
     entries = (
-        _wgmma_entry(heads, min(4, 128 // heads), _WARPGROUPS, False, False),
-        _wgmma_entry(heads, 1, 1, False, True),
-        _wgmma_entry(heads, 2, 1, True, False),
-        _wgmma_entry(heads, 1, 1, True, True),
+        _wgmma_entry(heads, 1, 1, False, False),
+        _wgmma_entry(heads, most, 2, False, True),
+        *(_wgmma_entry(heads, rows, 1, True, False) for rows in (1, 2, 4) if rows <= most),
+        _wgmma_entry(heads, most, 2, True, True),
     )
     return Unit("fi/indexer/mqa_logits_sm90.cuh", "MqaLogitsParams", entries)
 
 
+def _select_entry(heads: int, rows: int, row_groups: int, paged: bool, is_last: bool) -> Entry:
+    size = 199 << 10  # of lists of keys, or stages of keys and bins of logits
+    body = f"mqa_select_wgmma<{heads}, {rows}, {row_groups}, {'true' if paged else 'false'}, {size}>"
+    name = f"mqa_select_{'paged' if paged else 'ragged'}_{rows}_{row_groups}"
+    return Entry(name, body, 384, _Config(rows, row_groups, paged, is_last), size, 1)
+
+
+def _select_unit(axes: Values) -> Unit:
+    """Up to four rows of a CTA: bins of more leave no room for stages."""
+    heads = axes["heads"]
+    most = min(4, 128 // heads)
+    forms = [(rows, 1) for rows in (1, 2, 4) if rows <= most] + [(2, 2)] * (most == 2)
+    paged = tuple(_select_entry(heads, *form, True, form == forms[-1]) for form in forms)
+    return Unit(
+        "fi/indexer/mqa_select_sm90.cuh", "MqaLogitsParams", (*paged, _select_entry(heads, *forms[-1], False, True))
+    )
+
+
 _FORMS = Constraint("heads", "in", _HEADS), Constraint("dim", "in", _DIMS)
+_ALONE = (Constraint("selects", "==", False),)
+_WGMMA = (*exactly(90), _FORMS[0], Constraint("dim", "==", 128), Constraint("aligned", "==", True))
 MQA_LOGITS = Op(
     name="mqa_logits",
     family="indexer",
     arguments="Tensor(a!) logits, Tensor q, Tensor keys, Tensor weights, Tensor ends, Tensor? starts=None, "
     "Tensor? key_scales=None, Tensor? block_table=None, bool clean=False, bool relative=False, "
-    "bool orders_nan=False, bool? enable_pdl=None",
-    fields={"heads": Field(None, 64), "dim": Field(None, 128), "aligned": Field((True, False), True)},
+    "bool orders_nan=False, Tensor(b!)? indices=None, Tensor(c!)? scores=None, Tensor(d!)? state=None, "
+    "bool mapped=False, bool prefer_last=False, bool? enable_pdl=None",
+    # indices: the largest logits of each row are chosen too; state: of rows, for that.
+    fields={
+        "heads": Field(None, 64),
+        "dim": Field(None, 128),
+        "aligned": Field((True, False), True),
+        "selects": Field((True, False), False),  # keys; the op `indexer` asks for it on Hopper alone
+    },
     axes={"heads": _HEADS, "dim": _DIMS},
     config=_Config,
     implementations=(
-        Implementation("cpu", ON_CPU),
-        Implementation(
-            "wgmma_sm90",
-            (*exactly(90), _FORMS[0], Constraint("dim", "==", 128), Constraint("aligned", "==", True)),
-            _wgmma_unit,
-        ),
-        Implementation("mma_sm80", (*at_least(80), *_FORMS), _mma_unit),
+        Implementation("cpu", (*ON_CPU, *_ALONE)),
+        Implementation("wgmma_sm90", (*_WGMMA, *_ALONE), _wgmma_unit),
+        Implementation("wgmma_select_sm90", (*_WGMMA, Constraint("selects", "==", True)), _select_unit),
+        Implementation("mma_sm80", (*at_least(80), *_FORMS, *_ALONE), _mma_unit),
     ),
-    prebuilt=({"heads": 64}, {"heads": 32}),
+    prebuilt=tuple({"heads": heads, "selects": selects} for heads in (64, 32) for selects in (False, True)),
 )
 
 mqa_logits = operator(MQA_LOGITS)
+
+# Which op chooses keys: mqa_logits itself where the logits that exist at a time fit L2, else top_k behind it.
+INDEXER = Op(
+    name="indexer",
+    family="indexer",
+    fields={
+        "heads": Field(None, 64),
+        "dim": Field(None, 128),
+        "aligned": Field((True, False), True),
+        "contiguous": Field((True, False), True),  # results
+        "top_k": Field(None, 2048),
+        "megabytes": Field(None, 1),  # of logits
+    },
+    implementations=(
+        Implementation(
+            "mqa_logits",
+            (
+                *_WGMMA,
+                Constraint("contiguous", "==", True),
+                Constraint("top_k", "<=", 2048),
+                Constraint("megabytes", "<=", 64),
+            ),
+        ),
+        Implementation("top_k", ()),
+    ),
+)
+
+
+def selects(
+    q: torch.Tensor, keys: torch.Tensor, logits: int, indices: torch.Tensor, scores: torch.Tensor | None
+) -> bool:
+    """Whether mqa_logits chooses among keys of which so many logits exist at a time."""
+    aligned = (q.data_ptr() | keys.data_ptr() | keys.stride(0)) % 16 == 0
+    contiguous = indices.is_contiguous() and (scores is None or scores.is_contiguous())
+    megabytes = min(4 * logits >> 20, 65)
+    numbers = q.shape[-2], q.shape[-1], aligned, contiguous, indices.shape[1], megabytes
+    return composition(INDEXER, q.device, *numbers) == "mqa_logits"

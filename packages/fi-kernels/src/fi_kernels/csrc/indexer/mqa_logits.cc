@@ -115,10 +115,12 @@ bool is_aligned(const MqaLogitsArgs& a) {
   return a.keys.alignment(16, {a.keys.stride_or_0(0)}) == 16 && a.q.alignment(16, {}) == 16;
 }
 
-MqaLogitsRequest request_of(const MqaLogitsArgs& a) { return {heads_of(a.q), dim_of(a.q), is_aligned(a)}; }
+MqaLogitsRequest request_of(const MqaLogitsArgs& a) {
+  return {heads_of(a.q), dim_of(a.q), is_aligned(a), bool{a.indices}};
+}
 
 #if FI_CUDA
-constexpr int64_t kWarpgroups = 3;  // that compute, on Hopper
+constexpr int64_t kWarpgroups = 2;  // that compute, on Hopper
 
 // Key tiles of a CTA: what gives each SM one to six CTAs, the more the more tiles there are.
 int32_t chunk_tiles(int64_t tiles, int64_t key_tiles, int64_t multiprocessors) {
@@ -153,7 +155,7 @@ void launch(const Kernel& kernel, MqaLogitsParams& p, const MqaLogitsArgs& a) {
   const int64_t rows = paged ? p.next_n : p.rows;
   const Entry& entry = kernel.first_entry([&](const Entry& e) {
     const auto config = MqaLogitsConfig::of(e);
-    return config.paged == paged && (config.rows * config.row_groups <= rows || config.is_last);
+    return config.paged == paged && (config.rows * config.row_groups >= rows || config.is_last);
   });
   const auto config = MqaLogitsConfig::of(entry);
   const int64_t cta_rows = config.rows * std::max<int64_t>(config.row_groups, 1),
@@ -161,15 +163,15 @@ void launch(const Kernel& kernel, MqaLogitsParams& p, const MqaLogitsArgs& a) {
   const int64_t multiprocessors = kernel.multiprocessors(a.q.device());
   Launch launch{paged ? p.requests * tiles : tiles};
   launch.pdl = kernel.pdl(a.enable_pdl);
-  const int64_t extent = std::max(p.columns, p.keys_in_all);
-  if (config.row_groups == 0 || !paged) {
-    const int64_t tile_keys = config.row_groups ? 64 * (kWarpgroups / config.row_groups) : 64;
-    p.chunk_tiles = chunk_tiles(launch.grid_x, (extent + tile_keys - 1) / tile_keys, multiprocessors);
-    launch.grid_y = ((extent + tile_keys - 1) / tile_keys + p.chunk_tiles - 1) / p.chunk_tiles;
-  } else {
+  if (config.row_groups) {
     launch.grid_x = multiprocessors;
+    launch.cooperative = bool{a.indices};
+    describe(kernel, p, a, config);
+  } else {
+    const int64_t key_tiles = (std::max(p.columns, p.keys_in_all) + 63) / 64;
+    p.chunk_tiles = chunk_tiles(launch.grid_x, key_tiles, multiprocessors);
+    launch.grid_y = (key_tiles + p.chunk_tiles - 1) / p.chunk_tiles;
   }
-  if (config.row_groups) describe(kernel, p, a, config);
   kernel.launch(entry, launch, a.q.device(), p);
 }
 #endif
@@ -183,6 +185,22 @@ MqaLogitsArgs named(const MqaLogitsArgs& given) {
   if (a.starts) a.starts = a.starts.as("cu_seq_len_k_start");
   if (a.key_scales) a.key_scales = a.key_scales.as("kv[1]");
   return a;
+}
+
+// The arguments of top-k: logits are memory of the call then.
+void select(MqaLogitsParams& p, const MqaLogitsArgs& a, Dim& rows) {
+  Dim top_k{"top_k"}, words{"state of a row", sizeof(MqaSelectRow) / 4};
+  a.indices.is({kI32}).on(a.q).contiguous().shape(rows, top_k);
+  a.state.is({kI32}).on(a.q).contiguous().shape(rows, words);
+  if (a.scores) a.scores.is({kF32}).on(a.q).contiguous().shape(rows, top_k);
+  FI_CHECK(top_k >= 1 && top_k <= kMqaSelectCandidates && !a.clean && (a.block_table || a.relative), ValueError,
+           "indices must be [rows, 1 to %d] of logits that are paged or relative, and not clean; got %s",
+           kMqaSelectCandidates, a.indices.shape_str().c_str());
+  FI_CHECK(a.logits.alignment(16, {a.logits.stride(0)}) == 16 && a.state.alignment(16, {}) == 16, ValueError,
+           "logits and state must lie at multiples of 16 bytes");
+  p.indices = a.indices.data<int32_t>(), p.scores = a.scores ? a.scores.data<float>() : nullptr;
+  p.state = static_cast<MqaSelectRow*>(a.state.data()), p.top_k = static_cast<int32_t>(top_k);
+  p.mapped = a.mapped, p.prefer_last = a.prefer_last, p.orders_nan = 1;
 }
 
 void mqa_logits(const Kernel& kernel, const MqaLogitsArgs& given) {
@@ -242,14 +260,15 @@ void mqa_logits(const Kernel& kernel, const MqaLogitsArgs& given) {
   FI_CHECK(rows < 0x7fffffff / 64 && columns < 0x7fff0000 && keys < 0x7fff0000, ValueError,
            "q, kv and the logits are too large: got %s and logits %s", a.q.shape_str().c_str(),
            a.logits.shape_str().c_str());
-  if (rows == 0 || columns == 0) return;
+  if (rows == 0 || columns == 0 || (!paged && keys == 0)) return;
 
   // 2 shape
   p.logits = a.logits.data<float>(), p.logits_stride = a.logits.stride(0), p.weights_stride = a.weights.stride(0);
   p.q = a.q.data(), p.weights = a.weights.data<const float>(), p.keys = a.keys.data();
   p.ends = a.ends.data<const int32_t>();
   p.rows = static_cast<int32_t>(rows), p.columns = static_cast<int32_t>(columns), p.heads = static_cast<int32_t>(heads);
-  p.clean = a.clean, p.relative = a.relative, p.orders_nan = a.orders_nan;
+  p.clean = a.clean && !a.relative, p.relative = a.relative, p.orders_nan = a.orders_nan;
+  if (a.indices) select(p, a, rows);
   if (paged && kernel.checks_contents(a.q.device())) check_pages(kernel, a, p, pages);
 
   // 3 launch

@@ -47,20 +47,22 @@ struct MqaLogitsMmaKernel {
     pdl_wait();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row0 = p.first_row(blockIdx.x, kRows);
     load_queries(row0, lane, warp);
-    const Rows rows(p, row0, p.last_row(row0, kRows), lane);
-    const Keys keys{p, kPaged ? row0 / p.next_n : 0, rows.last_key()};
+    const int last_row = p.last_row(row0, kRows);
+    const Rows rows(p, row0, last_row, lane);
+    const MqaLogitsWindow<kRows, kPaged> window(p, row0, last_row);
+    const Keys keys{p, kPaged ? row0 / p.next_n : 0, window.end};
     __syncthreads();
     const int end = p.clean ? p.columns : keys.last;
     for (int i = 0; i < p.chunk_tiles; ++i) {
       const int first = (blockIdx.y * p.chunk_tiles + i) * kKeys, key = first + warp * 16;
       if (first >= end) break;
-      if (!rows.meets(first, kKeys)) {
-        rows.clear(p, key, lane);
+      if (first >= window.end || first + kKeys <= window.begin) {
+        rows.clear(key, lane);
         continue;
       }
       float d[kTiles * 4];
       multiply(d, keys, key, lane);
-      rows.store(p, d, key, lane, [&](int own) { return keys.scale_of(own); });
+      rows.store(p, d, key, lane, [&](int own) { return keys.scale_of(own); }, [](int, float) {});
     }
     pdl_launch_dependents();
   }

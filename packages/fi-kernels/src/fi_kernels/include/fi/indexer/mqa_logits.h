@@ -5,6 +5,17 @@
 
 namespace fi {
 
+constexpr int kMqaSelectBins = 4096, kMqaSelectParts = 128;
+constexpr int kMqaSelectCandidates = 2048;  // of a row; the largest top_k too
+
+// What CTAs tell each other of a row that they select from.
+struct MqaSelectRow {
+  uint32_t bins[kMqaSelectBins];    // logits in each bin
+  uint32_t above[kMqaSelectParts];  // keys of each part above the bin of the top_k-th
+  uint32_t candidate_count, unused[3];
+  uint64_t candidates[kMqaSelectCandidates];
+};
+
 // logits[t, j] = scale[j] * sum over heads h of weights[t, h] * max(0, q[t, h] . key[j]). A row sees the keys from
 // `begin` to before `end`. Ragged rows share one array of keys; paged rows belong to requests, next_n rows to each, and
 // see the first keys of their own. Strides are in elements, those of pages in bytes.
@@ -25,24 +36,34 @@ struct MqaLogitsParams {
   int32_t clean;         // -inf where a row sees no key; otherwise nothing is written there
   int32_t relative;      // column c is key begin + c
   int32_t orders_nan;    // NaN becomes -inf, so that every logit has a place in an order
-  int32_t chunk_tiles;   // ragged: key tiles of a CTA
+  int32_t chunk_tiles;   // of keys, of a CTA; not on sm_90
   int32_t box_keys;      // paged: keys that one bulk copy loads
+  // Top-k, sm_90 only: the results of each row by rising key.
+  MqaSelectRow* state;  // [rows]
+  int32_t* indices;     // [rows, top_k]
+  float* scores;        // [rows, top_k], or null
+  int32_t top_k;
+  int32_t mapped;       // indices are slots of the pages, or keys of the array; else they count from the row's first
+  int32_t prefer_last;  // of the logits equal to the top_k-th, those of the last keys
 
   FI_HOST_DEVICE int32_t begin_of(int32_t row) const {
     return starts && row < rows && starts[row] > 0 ? starts[row] : 0;
   }
   FI_HOST_DEVICE int32_t end_of(int32_t row) const {
     if (row >= rows) return 0;
-    int32_t end;
-    if (starts) {
-      end = ends[row] < keys_in_all ? ends[row] : keys_in_all;
-      if (relative && end - begin_of(row) > columns) end = begin_of(row) + columns;
-    } else {
-      end = ends_of_rows ? ends[row] : ends[row / next_n] - next_n + 1 + row % next_n;
-      const int64_t most = static_cast<int64_t>(table_columns) * page_size;
-      if (end > columns) end = columns;
-      if (end > most) end = static_cast<int32_t>(most);
-    }
+    if (starts) return end_in_array(row);
+    return within_pages(ends_of_rows ? ends[row] : ends[row / next_n] - next_n + 1 + row % next_n);
+  }
+  FI_HOST_DEVICE int32_t end_in_array(int32_t row) const {
+    int32_t end = ends[row] < keys_in_all ? ends[row] : keys_in_all;
+    if (relative && end - begin_of(row) > columns) end = begin_of(row) + columns;
+    return end > 0 ? end : 0;
+  }
+  // Of a number of keys of a request, as many as there are columns and pages.
+  FI_HOST_DEVICE int32_t within_pages(int32_t end) const {
+    const int64_t most = static_cast<int64_t>(table_columns) * page_size;
+    if (end > columns) end = columns;
+    if (end > most) end = static_cast<int32_t>(most);
     return end > 0 ? end : 0;
   }
   // The first row of a tile of `most` rows; paged rows of a tile are of one request.

@@ -6,21 +6,49 @@
 
 namespace fi {
 
+// The keys that the rows [row, last), at most kRows, see lie in [begin, end).
+template <int kRows, bool kPaged>
+struct MqaLogitsWindow {
+  int begin = kPaged ? 0 : 0x7fffffff, end = 0;
+
+  FI_DEVICE MqaLogitsWindow(const MqaLogitsParams& p, int row, int last) {
+    if (kPaged && !p.ends_of_rows) {
+      end = p.end_of(last - 1);
+      return;
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (row + r >= last) continue;
+      const int first = kPaged ? 0 : p.begin_of(row + r);
+      const int behind = kPaged ? p.within_pages(p.ends[row + r]) : p.end_in_array(row + r);
+      if (first < behind) begin = min(begin, first), end = max(end, behind);
+    }
+  }
+};
+
 // kRows rows of kHeads heads are the columns of products whose rows are 16 keys of a warp. A lane holds accumulator
-// d[i] of key lane / 4 + 8 (i / 2 % 2) and column i / 4 * 8 + lane % 4 * 2 + i % 2, as mma and wgmma leave it.
+// d[i] of key lane / 4 + 8 (i / 2 % 2) and column i / 4 * 8 + lane % 4 * 2 + i % 2, as mma and wgmma leave it. Of the
+// sums it stores those of one key and kOwn rows.
 template <int kHeads, int kRows>
 struct MqaLogitsRows {
-  static constexpr int kColumns = kHeads * kRows, kSums = 2 * kRows;
-  int row0, begin[kRows], end[kRows];
+  static constexpr int kColumns = kHeads * kRows, kSums = 2 * kRows, kOwn = kRows == 1 ? 1 : kRows / 2;
+  int own;  // the first row that the lane stores, counted from the warp's first
+  int begin[kOwn], end[kOwn], cleared[kOwn];
+  float* logits[kOwn];
   float half_weights[kColumns / 4];  // of the lane's columns
 
   // row: the first of them. last: behind the last row of their tile.
-  FI_DEVICE MqaLogitsRows(const MqaLogitsParams& p, int row, int last, int lane) : row0(row) {
+  FI_DEVICE MqaLogitsRows(const MqaLogitsParams& p, int row, int last, int lane) {
+    const bool upper = lane / 2 % 2;
+    own = kRows > 1 && upper ? kOwn : 0;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const bool exists = row + r < last;
-      begin[r] = exists ? p.begin_of(row + r) : 0;
-      end[r] = exists ? p.end_of(row + r) : -1;
+    for (int r = 0; r < kOwn; ++r) {
+      const int mine = row + own + r;
+      const bool stores = mine < last && (kRows > 1 || !upper);
+      begin[r] = stores ? p.begin_of(mine) : 0;
+      end[r] = stores ? p.end_of(mine) : 0;
+      cleared[r] = stores && p.clean ? p.columns : 0;
+      logits[r] = p.logits + mine * p.logits_stride - (p.relative ? begin[r] : 0);
     }
 #pragma unroll
     for (int i = 0; i < kColumns / 4; ++i) {
@@ -29,25 +57,11 @@ struct MqaLogitsRows {
     }
   }
 
-  // The key behind the last one that a row sees.
-  FI_DEVICE int last_key() const {
-    int last = 0;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) last = max(last, end[r]);
-    return last;
-  }
-  // Whether a row sees one of these keys.
-  FI_DEVICE bool meets(int key, int count) const {
-    bool found = false;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) found |= key < end[r] && key + count > begin[r];
-    return found;
-  }
-
-  // Of accumulators to logits. Half the weight times x + |x| is the weight times max(0, x): two instructions at the
-  // full rate, where max runs at half of it.
-  template <int kCount, class Scale>
-  FI_DEVICE void store(const MqaLogitsParams& p, const float (&d)[kCount], int key, int lane, Scale scale_of) const {
+  // Of accumulators to logits; seen(row, logit) gets those of keys that the row sees. Half the weight times x + |x| is
+  // the weight times max(0, x): two instructions at the full rate, where max runs at half of it.
+  template <int kCount, class Scale, class Seen>
+  FI_DEVICE void store(const MqaLogitsParams& p, const float (&d)[kCount], int key, int lane, Scale scale_of,
+                       Seen seen) const {
     static_assert(kCount == kColumns / 2);
     float sums[kSums];
 #pragma unroll
@@ -65,43 +79,32 @@ struct MqaLogitsRows {
       const float other = __shfl_xor_sync(0xffffffffu, odd ? sums[r] : sums[kRows + r], 1);
       mine[r] = (odd ? sums[kRows + r] : sums[r]) + other;
     }
-    const int own = key + lane / 4 + (odd ? 8 : 0);
-    const float scale = scale_of(own);
-    if constexpr (kRows == 1) {
-      mine[0] += __shfl_xor_sync(0xffffffffu, mine[0], 2);
-      if (!upper) put(p, 0, own, mine[0] * scale);
-    } else {
-      constexpr int kEach = kRows / 2;
+    const int of_lane = key_of(key, lane);
+    const float scale = scale_of(of_lane);
 #pragma unroll
-      for (int r = 0; r < kEach; ++r) {
-        const float other = __shfl_xor_sync(0xffffffffu, upper ? mine[r] : mine[kEach + r], 2);
-        const float sum = ((upper ? mine[kEach + r] : mine[r]) + other) * scale;
-        if (upper)
-          put(p, kEach + r, own, sum);
-        else
-          put(p, r, own, sum);
-      }
+    for (int r = 0; r < kOwn; ++r) {
+      const int there = kRows == 1 ? 0 : kOwn + r;
+      const float other = __shfl_xor_sync(0xffffffffu, upper ? mine[r] : mine[there], 2);
+      put(p, r, of_lane, ((upper ? mine[there] : mine[r]) + other) * scale, seen);
     }
   }
 
   // No row sees the 16 keys of the warp.
-  FI_DEVICE void clear(const MqaLogitsParams& p, int key, int lane) const {
-    if (!p.clean || lane >= 16) return;
+  FI_DEVICE void clear(int key, int lane) const {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) put(p, r, key + lane, -infinity());
+    for (int r = 0; r < kOwn; ++r)
+      if (key_of(key, lane) < cleared[r]) logits[r][key_of(key, lane)] = -infinity();
   }
 
  private:
-  FI_DEVICE void put(const MqaLogitsParams& p, int r, int key, float logit) const {
-    if (end[r] < 0) return;
-    float* to = p.logits + static_cast<int64_t>(row0 + r) * p.logits_stride;
+  FI_DEVICE static int key_of(int key, int lane) { return key + lane / 4 + lane % 2 * 8; }
+
+  template <class Seen>
+  FI_DEVICE void put(const MqaLogitsParams& p, int r, int key, float logit, Seen seen) const {
     const bool sees = key >= begin[r] && key < end[r];
     if (p.orders_nan && logit != logit) logit = -infinity();
-    if (p.relative) {
-      if (sees) to[key - begin[r]] = logit;
-    } else if (key < p.columns && (sees || p.clean)) {
-      to[key] = sees ? logit : -infinity();
-    }
+    if (sees || key < cleared[r]) logits[r][key] = sees ? logit : -infinity();
+    if (sees) seen(own + r, logit);
   }
 };
 

@@ -262,6 +262,19 @@ def test_what_l2_forgets_follows_the_card(gemm: Gemm, tmp_path: Path) -> None:
     gpu.close()
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+def test_all_tokens_are_added_alike_where_bits_may_not_follow_the_batch(tmp_path: Path, dtype: str) -> None:
+    """Tiles for few tokens add 16-bit products as others do, and fp8 products in parts of another size."""
+    gpu = Gpu(build_driver(tmp_path), tmp_path / "log", 90, FI_BATCH_INVARIANT="1")
+    axes = {"a": dtype, "b": dtype, "out": "bf16", "scales": "rows", "tiles": "batched", "b_major": "k"}
+    for m, n, k in ((16, 2112, 7168), (128, 2112, 7168), (132, 576, 5120), (172, 7168, 4096)):
+        operands = {"out": Tensor(OUT, (m, n), "bf16"), "a": Tensor(A, (m, k), dtype), "b": Tensor(B, (n, k), dtype)}
+        call = gpu.call("gemm", axes | {"fast_accum": False, "tokens": 0}, operands, implementation="wgmma_sm90")
+        assert one(call)["cluster"] == [1, 1, 1]
+        assert dtype == "bf16" or "small_m" not in one(call)["name"]
+    gpu.close()
+
+
 def test_row_indices_are_those_of_whole_tiles(gemm: Gemm) -> None:
     """A tile meets the matrix of its first row, so it may not begin among the rows of another."""
     b = Tensor(B, (3, 8192, 8192), "bf16")

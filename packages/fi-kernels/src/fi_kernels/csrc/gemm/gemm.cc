@@ -280,8 +280,9 @@ Tile wgmma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, c
     const int64_t clocks = s.alone ? t.alone_clocks : t.k_block_clocks;
     const GemmTiling tiling{t.rows, t.columns, clocks, choice.splits, few_tokens, choice.transposed};
     const bool exchanges = t.stores == GemmStores::EITHER || t.stores == GemmStores::TRANSPOSED;
-    // A split of k would follow the number of tokens. Other tiles add k in one order, exchanged operands or not.
-    if (batch_invariant() && choice.splits > 1) return -1.0;
+    // A split of k would follow the number of tokens, and tiles for few tokens add fp8 in parts of their own. All
+    // others add k in one order, exchanged operands or not.
+    if (batch_invariant() && (choice.splits > 1 || (few_tokens && shape.bytes == 1))) return -1.0;
     bool fits = false;
     if (!tries_split)
       fits = takes(p, a, t, card.multiprocessors);

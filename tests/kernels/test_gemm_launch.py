@@ -214,6 +214,13 @@ def test_a_cluster_splits_k(
     assert (p["own_blocks"], p["own_groups"]) == (blocks, groups)
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_tiles_that_are_split_and_others_compute_different_rows(gemm: Gemm, splits: int) -> None:
+    """Their bits differ, so the last tile of tokens does not begin within the one before where both kinds meet."""
+    p = parameters(one(gemm(1000, 8192, 8192, tactic=splits * 11 + 7)), "GemmSm90Params")
+    assert (p["whole_tiles"] == 2, p["last_column"]) == ((False, 792), (True, 1000))[splits - 1]
+
+
 @pytest.mark.parametrize(("dtype", "scales"), [("bf16", "rows"), ("e4m3", "rows"), ("e4m3", "blocks")])
 def test_few_rows_of_weights_and_much_k_are_split(gemm: Gemm, dtype: str, scales: str) -> None:
     """9 by 3 tiles of 64 x 64 would leave most SMs idle: four CTAs share each."""

@@ -387,6 +387,8 @@ void launch_gemm(const Kernel& kernel, const GemmProblem& given, const GemmArgs&
   card = card_with_clusters(kernel, a.a.device());
   const int64_t whole = gemm_whole_tiles(tiles, splits, card);
   params.whole_tiles = static_cast<int32_t>(whole);
+  // What a tile that is shared and one that is not both compute would have the bits of either.
+  if (splits > 1 && whole) params.last_row = p.m, params.last_column = p.n;
   if (splits > 1) launch.grid_x = splits * (whole ? card.clusters[splits] : tiles);
   launch.cluster = static_cast<unsigned>(splits);
   params.a_once = turned && p.n <= t.columns;

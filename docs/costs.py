@@ -38,6 +38,27 @@ def indexer_table() -> str:
     return table(head, lines)
 
 
+def decode_step_table() -> str:
+    """A decode step beside a kernel that only reads its bytes, and the kinds of kernels that take its time."""
+    kinds = ("products", "experts", "attention", "others")
+    lines = [
+        (
+            row["model"],
+            str(row["batch"]),
+            str(row["length"]),
+            f"{row['bytes'] / 1e9:.2f}",
+            number(row["stream_us"]),
+            number(row["step_us"]),
+            f"{row['step_us'] / row['stream_us']:.2f}",
+            str(row["kernels"]),
+            *(number(row["by_kind_us"][kind]) if kind in row["by_kind_us"] else "-" for kind in kinds),
+        )
+        for row in rows("decode-step")
+    ]
+    head = ("model", "batch", "tokens", "GB", "stream us", "step us", "step / stream", "kernels")
+    return table((*head, *(f"{kind} us" for kind in kinds)), lines)
+
+
 def adapters_table() -> str:
     """A layer of experts with adapters over the layer alone."""
     lines = [

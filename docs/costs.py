@@ -38,6 +38,24 @@ def indexer_table() -> str:
     return table(head, lines)
 
 
+def fp8_weights_table() -> str:
+    """Products of fp8 weights beside the kernel before and a stream of their bytes: ratios by tokens."""
+    found = rows("gemm-w8a16")
+    lines = []
+    for m in sorted({row["m"] for row in found}):
+        some = [row for row in found if row["m"] == m]
+        ratios = [row["us"] / row["before_us"] for row in some]
+        mean = math.exp(statistics.fmean(map(math.log, ratios)))
+        streams = [row["stream_us"] / row["us"] for row in some if "stream_us" in row]
+        rates = [row["n"] * row["k"] / row["us"] / 1e6 / 4.57 for row in some]
+        share = f"{min(streams):.0%} .. {max(streams):.0%}" if streams else "-"
+        read = f"{min(rates):.0%} .. {max(rates):.0%}"
+        lines.append(
+            (str(m), f"{mean:.2f}", f"{max(ratios):.2f}", *(text.replace("%", " %") for text in (share, read)))
+        )
+    return table(("tokens", "over the kernel before", "worst", "rate of a stream of the bytes", "of 4.57 TB/s"), lines)
+
+
 def decode_step_table() -> str:
     """A decode step beside a kernel that only reads its bytes, and the kinds of kernels that take its time."""
     kinds = ("products", "experts", "attention", "others")

@@ -303,6 +303,7 @@ TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its
     "indexer": costs.indexer_table,
     "adapters": costs.adapters_table,
     "decode-step": costs.decode_step_table,
+    "fp8-weights": costs.fp8_weights_table,
     "timers": timers_table,
 }
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

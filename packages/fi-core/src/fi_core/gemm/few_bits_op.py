@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     import torch
 
 _COPY_BYTES = 16  # that addresses and strides of operands are multiples of
-_TOKENS = (8, 16)  # of a tile
+_TOKENS = (8, 16, 32, 64)  # of a tile
+_FP4_TOKENS = _TOKENS[:2]
 FEW_TOKENS = 128  # of a product that streams its weights; for more they are dequantized first
-_WEIGHTS = {0: "E4m3Weights", 16: "Nvfp4Weights", 32: "Mxfp4Weights"}  # by k that share a scale; 0: all
+_FP4_WEIGHTS = {16: "Nvfp4Weights", 32: "Mxfp4Weights"}  # by k that share a scale
+_BLOCKS = (0, *_FP4_WEIGHTS)  # 0: e4m3 weights
 
 
 class GemmFewBitsConfig(NamedTuple):
@@ -25,10 +27,20 @@ class GemmFewBitsConfig(NamedTuple):
 
 def _unit(axes: Values) -> Unit:
     out, tokens = DTYPES[axes["out"]], axes["tokens"]
-    body = f"gemm_few_bits<{out.device}, fi::{_WEIGHTS[axes['block']]}, {tokens}>"
-    threads = 32 * (16 + (8 if axes["block"] == 0 else 4))  # warps that multiply, and that load
-    entry = Entry(f"gemm_few_bits_{tokens}", body, threads, GemmFewBitsConfig(tokens), ctas_per_sm=1)
+    config = GemmFewBitsConfig(tokens)
+    if axes["block"] == 0:
+        body, threads = f"gemm_fp8_weights<{out.device}, {tokens}>", 32 * ((8 if tokens > 32 else 16) + 2)  # two load
+        entry = Entry(f"gemm_fp8_weights_{tokens}", body, threads, config, ctas_per_sm=1)
+        return Unit("fi/gemm/gemm_fp8_weights_sm90.cuh", "GemmFp8WeightsParams", (entry,))
+    body = f"gemm_few_bits<{out.device}, fi::{_FP4_WEIGHTS[axes['block']]}, {tokens}>"
+    entry = Entry(f"gemm_few_bits_{tokens}", body, 640, config, ctas_per_sm=1)
     return Unit("fi/gemm/gemm_few_bits_sm90.cuh", "GemmFewBitsParams", (entry,))
+
+
+def _tile(values: Values) -> Values:
+    """With the tokens of the smallest tile that has m of them."""
+    tiles = _FP4_TOKENS if values["block"] else _TOKENS
+    return {**values, "tokens": next((t for t in tiles if t >= values["m"]), tiles[-1])}
 
 
 GEMM_FEW_BITS = Op(
@@ -38,11 +50,11 @@ GEMM_FEW_BITS = Op(
     "int block_size=16, bool? enable_pdl=None",
     fields={
         "out": Field(("f16", "bf16", "f32"), "bf16"),
-        "block": Field(tuple(_WEIGHTS), 16),
+        "block": Field(_BLOCKS, 16),
         "alignment": Field((1, 2, 4, 8, 16), 16),
         "m": Field(None, _TOKENS[-1]),
     },
-    axes={"out": ("f16", "bf16", "f32"), "block": tuple(_WEIGHTS), "tokens": _TOKENS},
+    axes={"out": ("f16", "bf16", "f32"), "block": _BLOCKS, "tokens": _TOKENS},
     config=GemmFewBitsConfig,
     varies={"m": _TOKENS},
     implementations=(
@@ -51,10 +63,10 @@ GEMM_FEW_BITS = Op(
             "mma_sm90",
             (*exactly(90), Constraint("alignment", ">=", _COPY_BYTES)),
             _unit,
-            axes=lambda v: {**v, "tokens": _TOKENS[v["m"] > _TOKENS[0]]},
+            axes=_tile,
         ),
     ),
-    prebuilt=({"block": 16, "m": _TOKENS[-1]},),
+    prebuilt=({"block": 16, "m": _FP4_TOKENS[-1]},),
 )
 gemm_few_bits = operator(GEMM_FEW_BITS)
 

@@ -1,9 +1,10 @@
-// gemm_few_bits: checks the arguments and launches the kernel of bf16 tokens and weights of 4 or 8 bits, or runs the
-// CPU one.
+// gemm_few_bits: checks the arguments and launches the kernel of bf16 tokens and fp4 or fp8 weights, or runs the CPU
+// one.
 #include <algorithm>
 #include <numeric>
 
 #include "fi/gemm/gemm_few_bits.h"
+#include "fi/gemm/gemm_fp8_weights_plan.h"
 #include "fi/generated/gemm_few_bits.h"
 
 #if !FI_CUDA
@@ -18,14 +19,14 @@ constexpr int64_t kLimit = 1 << 30;  // of rows and columns: row numbers are 32-
 int64_t ceil_of(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 #if FI_CUDA
-// What a kernel is compiled for. group: k that share a scale; 0: none do.
+// What a kernel of fp4 weights is compiled for. group: k that share a scale.
 struct Form {
-  int64_t bits, tokens, group;
+  int64_t tokens, group;
 };
 
 // A tile of weights: blocks of 16 rows, the warps that share them, and the stages of 128 bytes of k that fit.
 struct Tile {
-  int64_t blocks = 0, row_warps = 0, loaders = 0, stages = 0, scale_blocks = 0, shared_bytes = 0, ctas = 0;
+  int64_t blocks = 0, row_warps = 0, stages = 0, scale_blocks = 0, shared_bytes = 0, ctas = 0;
 };
 
 // Blocks of 128 rows that `rows` from a multiple of `rows` on touch, at most; rows: a multiple of 16.
@@ -37,21 +38,17 @@ int64_t scale_blocks_of(int64_t rows) {
 // With the fewest warps that share rows such that twice the stages fit that are read at a time. A set of warps always
 // reads the same stages, and a loading warp fills the same ones, so that their waits see every phase of the barriers.
 Tile tile_of_blocks(const Form& form, int64_t blocks, int64_t m, int64_t n, int64_t shared) {
-  constexpr int64_t kAlignment = 1024, kStages = 16, kWarps = 16;
-  const int64_t rows = 16 * blocks, stage_k = 1024 / form.bits;
+  constexpr int64_t kAlignment = 1024, kStages = 16, kWarps = 16, kStageK = 256;
+  const int64_t rows = 16 * blocks;
   Tile t{blocks};
   t.ctas = ceil_of(m, form.tokens) * ceil_of(n, rows);
-  t.scale_blocks = form.group ? scale_blocks_of(rows) : 0;
-  const int64_t scales = form.group ? t.scale_blocks * stage_k / 4 / form.group * 512 : 0;
-  const int64_t stage = rows * 128 + form.tokens * stage_k * 2 + scales;
+  t.scale_blocks = scale_blocks_of(rows);
+  const int64_t stage = rows * 128 + form.tokens * kStageK * 2 + t.scale_blocks * kStageK / 4 / form.group * 512;
   const int64_t most = std::min(kStages, (shared - kAlignment) / stage);
   for (t.row_warps = 1; t.row_warps <= 4; t.row_warps *= 2) {
     if (blocks > t.row_warps * kFewBitsWarpBlocks) continue;
-    const int64_t at_a_time = kWarps / 2 / t.row_warps;
-    const int64_t step = form.bits == 4 ? std::lcm<int64_t>(at_a_time, kFewBitsLoaders[0]) : at_a_time;
+    const int64_t at_a_time = kWarps / 2 / t.row_warps, step = std::lcm<int64_t>(at_a_time, kFewBitsLoaders);
     t.stages = most / step * step;
-    t.loaders = kFewBitsLoaders[form.bits == 8];
-    while (t.stages % t.loaders) --t.loaders;
     t.shared_bytes =
         kAlignment + std::max(t.stages * stage, kWarps / t.row_warps * form.tokens * (rows + 4) * int64_t{4});
     if (t.stages >= 2 * at_a_time && t.shared_bytes <= shared) return t;
@@ -70,24 +67,23 @@ Tile tile(const Form& form, int64_t m, int64_t n, int64_t multiprocessors, int64
     const int64_t cost = ceil_of(t.ctas, multiprocessors) * (2 * blocks + 1);
     if (!best.stages || cost < least) best = t, least = cost;
   }
-  FI_CHECK(best.stages, RuntimeError, "no tile of weights of %lld bits fits %lld bytes of shared memory",
-           static_cast<long long>(form.bits), static_cast<long long>(shared));
+  FI_CHECK(best.stages, RuntimeError, "no tile of weights fits %lld bytes of shared memory",
+           static_cast<long long>(shared));
   return best;
 }
 
-// Launches the first entry for operands that p has.
-void launch(const Kernel& kernel, GemmFewBitsParams& p, const Form& form, DLDevice device, const Tensor& out,
-            bool pdl) {
+// Launches the first entry, of fp4 weights, for operands that p has.
+void launch_fp4(const Kernel& kernel, GemmFewBitsParams& p, const Form& form, DLDevice device, const Tensor& out,
+                bool pdl) {
   constexpr int64_t kReserved = 2048;  // barriers
   const Tile t = tile(form, p.m, p.n, kernel.multiprocessors(device), kernel.shared_limit(device) - kReserved);
   p.blocks = static_cast<int32_t>(t.blocks);
   p.row_warps = static_cast<int32_t>(t.row_warps);
-  p.loaders = static_cast<int32_t>(t.loaders);
   p.stages = static_cast<int32_t>(t.stages);
   p.scale_blocks = static_cast<int32_t>(t.scale_blocks);
   const int64_t pair = 2 * out.dtype().bytes();
   p.pairs = out.alignment(pair, {p.out_row_stride}) == pair;
-  const uint64_t sizes[] = {static_cast<uint64_t>(p.k * form.bits / 8), static_cast<uint64_t>(p.n), 1};
+  const uint64_t sizes[] = {static_cast<uint64_t>(p.k / 2), static_cast<uint64_t>(p.n), 1};
   const uint64_t strides[] = {static_cast<uint64_t>(p.n > 1 ? p.b_row_stride : 128), 128};
   const uint32_t box[] = {128, static_cast<uint32_t>(16 * t.blocks), 1};
   kernel.describe(p.map, 1, 3, const_cast<uint8_t*>(p.b), sizes, strides, box);
@@ -96,15 +92,49 @@ void launch(const Kernel& kernel, GemmFewBitsParams& p, const Form& form, DLDevi
   launch.pdl = pdl;
   kernel.launch(kernel.entries.front(), launch, device, p);
 }
+
+// The same of fp8 weights.
+void launch_fp8(const Kernel& kernel, const GemmFewBitsParams& p, int64_t tokens, DLDevice device, const Tensor& out,
+                bool pdl) {
+  const GemmCard card = card_with_clusters(kernel, device);
+  const int64_t m = batch_invariant() ? 1 : p.m;  // else the number of tokens decides with which tile they meet
+  const Fp8WeightsTile t = fp8_weights_tile({m, p.n, p.k, tokens}, kernel.shared_limit(device), card);
+  GemmFp8WeightsParams q{};
+  q.out = p.out;
+  q.alpha = p.alpha;
+  q.bias = p.bias;
+  q.out_row_stride = p.out_row_stride;
+  q.m = p.m;
+  q.n = p.n;
+  q.blocks = static_cast<int32_t>(t.blocks);
+  q.row_warps = static_cast<int32_t>(t.row_warps);
+  q.stages = static_cast<int32_t>(t.stages);
+  q.k_stages = static_cast<int32_t>(ceil_of(p.k, kFp8WeightsStageK));
+  q.splits = static_cast<int32_t>(t.splits);
+  q.own_stages = static_cast<int32_t>(ceil_of(q.k_stages, t.splits));
+  q.own_quads = static_cast<int32_t>(t.own_quads);
+  q.token_tiles = static_cast<int32_t>(ceil_of(p.m, tokens));
+  q.ring_bytes = static_cast<int32_t>(t.ring_bytes);
+  q.b_once = q.token_tiles == 1 && int64_t{p.n} * p.k < kGemmSmallMEvictFirstBytes;
+  const int64_t quad = 4 * out.dtype().bytes();
+  q.quads = out.alignment(quad, {p.out_row_stride}) == quad;
+  describe_operand(kernel, q.a, p.a, 2, p.k, p.m, 1, p.a_row_stride, 0, tokens);
+  describe_operand(kernel, q.b, p.b, 1, p.k, p.n, 1, p.b_row_stride, 0, 16 * t.blocks);
+  Launch launch{q.token_tiles * ceil_of(p.n, 16 * t.blocks) * t.splits};
+  launch.shared_bytes = t.shared_bytes;
+  launch.cluster = static_cast<unsigned>(t.splits);
+  launch.pdl = pdl;
+  kernel.launch(kernel.entries.front(), launch, device, q);
+}
 #endif
 
 GemmFewBitsRequest request_of(const GemmFewBitsArgs& a) {
-  constexpr int64_t kMostTokens = 16;  // of a tile; m counts up to it
+  const int64_t most_tokens = a.block_size || batch_invariant() ? 16 : 64;  // of a tile; m counts up to it
   const int64_t row_bytes = a.a.size_or_0(-1) / (a.block_size ? 2 : 1);
   const int64_t alignment = std::min({a.a.alignment(16, {a.a.stride_or_0(0)}), a.b.alignment(16, {a.b.stride_or_0(0)}),
                                       a.b.alignment(16, {row_bytes})});
   return {a.out.dtype(), a.block_size, alignment,
-          batch_invariant() ? kMostTokens : std::min(a.a.size_or_0(0), kMostTokens)};
+          batch_invariant() ? most_tokens : std::min(a.a.size_or_0(0), most_tokens)};
 }
 
 // Checks the scales of fp4 weights; the tiles of 4 scales of a row. group: k that share a scale.
@@ -169,7 +199,10 @@ void gemm_few_bits(const Kernel& kernel, const GemmFewBitsArgs& a) {
   FI_CHECK(!group || a.b_scale.alignment(16, {}) == 16, ValueError,
            "b_scale must be 16-byte aligned; got address %p: call .clone() on it", a.b_scale.data());
   const int64_t tokens = GemmFewBitsConfig::of(kernel.entries.front()).tokens;
-  launch(kernel, p, {group ? 4 : 8, tokens, group}, a.a.device(), a.out, kernel.pdl(a.enable_pdl));
+  if (group)
+    launch_fp4(kernel, p, {tokens, group}, a.a.device(), a.out, kernel.pdl(a.enable_pdl));
+  else
+    launch_fp8(kernel, p, tokens, a.a.device(), a.out, kernel.pdl(a.enable_pdl));
 #else
   (void)kernel, (void)a.enable_pdl;
   cpu::gemm_few_bits(p, static_cast<int32_t>(group), a.out.dtype(), batch_invariant());

@@ -22,11 +22,8 @@ FI_DEVICE void dequantize_e2m1(unsigned (&y)[4], unsigned word) {
 
 // What both formats have.
 struct Fp4Weights {
-  static constexpr int kBits = 4, kTurn = 2;
-  using Chunk = uint4;  // eight elements of a token
-
   FI_DEVICE static void dequantize(unsigned (&y)[4], unsigned word) { dequantize_e2m1(y, word); }
-  // Pairs (0, 4), (1, 5), (2, 6), (3, 7).
+  // Eight elements of a token as pairs (0, 4), (1, 5), (2, 6), (3, 7).
   FI_DEVICE static uint4 pairs(const uint4& x) {
     return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
                       __byte_perm(x.y, x.w, 0x7632));

@@ -1,12 +1,13 @@
-// Parameters of the GEMM of bf16 tokens and weights of 4 or 8 bits, shared by launcher and device code.
+// Parameters of the GEMM of bf16 tokens and weights of 4 or 8 bits, shared by launcher and code of the CPU, and of fp4
+// weights on Hopper.
 #pragma once
 #include "fi/tensor_map.h"
 #include "fi/types.h"
 
 namespace fi {
 
-// Blocks of 16 rows of b that a warp has at most; warps that fill stages of weights of 4 and of 8 bits, at most.
-constexpr int kFewBitsWarpBlocks = 4, kFewBitsLoaders[] = {4, 8};
+// Blocks of 16 rows of b that a warp has at most, and warps that fill stages.
+constexpr int kFewBitsWarpBlocks = 4, kFewBitsLoaders = 4;
 
 // out[i, j] = alpha * dot(a[i], values(b[j]) * scales(b[j])) + bias[j]. Strides are in elements, that of b in bytes.
 struct GemmFewBitsParams {
@@ -22,7 +23,6 @@ struct GemmFewBitsParams {
   int32_t scale_tiles;   // tiles of 128 rows by 4 groups along k
   int32_t blocks;        // of 16 rows of b of a CTA, at most kFewBitsWarpBlocks for each warp that has rows of its own
   int32_t row_warps;     // such warps: 1, 2 or 4
-  int32_t loaders;       // warps that fill stages
   int32_t stages;        // of 128 bytes of k; a multiple of the loaders and of the 8 / row_warps read at a time
   int32_t scale_blocks;  // blocks of 128 rows that the rows of a CTA touch, at most
   int32_t pairs;         // pairs of columns of out are aligned

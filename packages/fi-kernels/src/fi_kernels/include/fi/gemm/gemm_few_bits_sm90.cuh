@@ -1,5 +1,5 @@
-// GEMM of few bf16 tokens and weights of 4 or 8 bits on Hopper: TMA streams weights through shared memory, they become
-// bf16 in registers and meet tokens in mma.sync.
+// GEMM of few bf16 tokens and fp4 weights on Hopper: TMA streams weights through shared memory, they become bf16 in
+// registers and meet tokens in mma.sync.
 //
 // The order of k in a product is free. A stage has 128 bytes of weights along k, of which two sets of warps take 64
 // each. Lane c of the four that share a row of an mma fragment has 16 neighbouring bytes. No weight crosses lanes.
@@ -13,7 +13,6 @@
 #include "fi/cuda/swizzle.cuh"
 #include "fi/cuda/warp_roles_sm90.cuh"
 #include "fi/gemm/fp4_weights_sm90.cuh"
-#include "fi/gemm/fp8_weights_sm90.cuh"
 #include "fi/gemm/gemm_few_bits.h"
 
 namespace fi {
@@ -21,16 +20,14 @@ namespace fi {
 // A CTA multiplies kTokens tokens and 16 p.blocks rows of b, which row_warps warps share. 16 / row_warps sets of such
 // warps split k: two sets take a stage, other two the next. Sums meet at the end.
 //
-// Each of p.loaders warps fills every stage of that number, so that the tokens of as many stages are on their way.
-// H200, fp4, n 28672: with one stage at a time a stage took 0.85 us whatever its size.
+// Each of four warps fills every fourth stage, so that the tokens of four stages are on their way. H200, n 28672: with
+// one stage at a time a stage took 0.85 us whatever its size.
 template <class Out, class Weights, int kTokens>
 struct GemmFewBits {
-  // kOwnK: of a lane that loads tokens. kMmas: of a word of weights.
-  static constexpr int kStageK = 1024 / Weights::kBits, kOwnK = kStageK / 32, kMmas = 8 / Weights::kBits;
-  static constexpr int kConsumers = 16, kMaxBlocks = kFewBitsWarpBlocks, kMaxStages = 16;
+  // kOwnK: of a lane that loads tokens: eight elements of each meet a word of weights.
+  static constexpr int kStageK = 256, kOwnK = kStageK / 32;
+  static constexpr int kConsumers = 16, kLoaders = kFewBitsLoaders, kMaxBlocks = kFewBitsWarpBlocks, kMaxStages = 16;
   static constexpr int kTokenTiles = kTokens / 8, kTokenBytes = kTokens * kStageK * 2;
-
-  using Chunk = typename Weights::Chunk;  // of a token, that meets a word of weights
 
   const GemmFewBitsParams& p;
   char* stages;
@@ -60,7 +57,7 @@ struct GemmFewBits {
     if (consumes) {
       consume(sum, share(warp));
     } else {
-      if (warp - kConsumers < p.loaders) produce(warp - kConsumers);
+      produce(warp - kConsumers);
       pdl_launch_dependents();
     }
     __syncthreads();  // all stages have been read
@@ -94,25 +91,25 @@ struct GemmFewBits {
       fence_barrier_init();
       pdl_wait();
 #pragma unroll 1
-      for (int i = 0; i < min(p.loaders, steps()); ++i) copy(stages + i * stage_bytes, pipeline.full[i], i * kStageK);
+      for (int i = 0; i < min(kLoaders, steps()); ++i) copy(stages + i * stage_bytes, pipeline.full[i], i * kStageK);
     }
     __syncwarp();
   }
 
-  // Fills stages producer, producer + p.loaders, ..: those of no other warp, so that its waits see every phase.
+  // Fills stages producer, producer + kLoaders, ..: those of no other warp, so that its waits see every phase.
   FI_DEVICE void produce(int producer) const {
     const int count = steps();
     PipelineState at{producer, 1};
-    Chunk x[kTokens];
+    uint4 x[kTokens];
     if (producer < count) load_tokens(x, producer * kStageK);
-    for (int i = producer; i < count; i += p.loaders) {
+    for (int i = producer; i < count; i += kLoaders) {
       pipeline.acquire(at);
       char* stage = stages + at.stage * stage_bytes;
-      if (lane == 0 && i >= p.loaders) copy(stage, pipeline.full[at.stage], i * kStageK);
+      if (lane == 0 && i >= kLoaders) copy(stage, pipeline.full[at.stage], i * kStageK);
       store_tokens(x, stage + weight_bytes);
       pipeline.commit(at.stage);  // by all lanes: racecheck does not see an arrival for others
-      if (i + p.loaders < count) load_tokens(x, (i + p.loaders) * kStageK);
-      at.stage += p.loaders;
+      if (i + kLoaders < count) load_tokens(x, (i + kLoaders) * kStageK);
+      at.stage += kLoaders;
       if (at.stage >= p.stages) at.stage -= p.stages, at.phase ^= 1;
     }
   }
@@ -120,39 +117,34 @@ struct GemmFewBits {
   // The weights and scales of a stage.
   FI_DEVICE void copy(char* stage, Barrier& full, int k) const {
     const uint64_t policy = p.m > kTokens ? kEvictNormal : kEvictFirst;
-    if constexpr (Weights::kTiles == 0) {
-      full.arrive_expect(weight_bytes);
-      tma_load_hinted(stage, p.map, full, policy, k * Weights::kBits / 8, row, 0);
-    } else {
-      const int tile = k / (4 * Weights::kGroup), tiles = min(Weights::kTiles, p.scale_tiles - tile);
-      const int blocks = (min(row + p.blocks * 16, p.n) - 1) / 128 - row / 128 + 1;  // that the rows touch
-      const int64_t block_bytes = static_cast<int64_t>(p.scale_tiles) * 512;
-      const uint8_t* scales = p.scales + row / 128 * block_bytes + tile * 512;
-      char* to = stage + weight_bytes + kTokenBytes;
-      full.arrive_expect(weight_bytes + blocks * tiles * 512);
-      tma_load_hinted(stage, p.map, full, policy, k * Weights::kBits / 8, row, 0);
+    const int tile = k / (4 * Weights::kGroup), tiles = min(Weights::kTiles, p.scale_tiles - tile);
+    const int blocks = (min(row + p.blocks * 16, p.n) - 1) / 128 - row / 128 + 1;  // that the rows touch
+    const int64_t block_bytes = static_cast<int64_t>(p.scale_tiles) * 512;
+    const uint8_t* scales = p.scales + row / 128 * block_bytes + tile * 512;
+    char* to = stage + weight_bytes + kTokenBytes;
+    full.arrive_expect(weight_bytes + blocks * tiles * 512);
+    tma_load_hinted(stage, p.map, full, policy, k / 2, row, 0);
 #pragma unroll 1
-      for (int i = 0; i < blocks; ++i)
-        bulk_load(to + i * Weights::kTiles * 512, scales + i * block_bytes, tiles * 512, full, policy);
-    }
+    for (int i = 0; i < blocks; ++i)
+      bulk_load(to + i * Weights::kTiles * 512, scales + i * block_bytes, tiles * 512, full, policy);
   }
 
   // Lane l has k kOwnK l .. kOwnK (l + 1) - 1 of every token.
-  FI_DEVICE void load_tokens(Chunk (&x)[kTokens], int k) const {
+  FI_DEVICE void load_tokens(uint4 (&x)[kTokens], int k) const {
     const bool exists = k + lane * kOwnK < p.k;
     const auto* from = static_cast<const __nv_bfloat16*>(p.a) + k + lane * kOwnK;
 #pragma unroll
     for (int i = 0; i < kTokens; ++i)
-      x[i] = exists ? *reinterpret_cast<const Chunk*>(from + min(token + i, p.m - 1) * p.a_row_stride) : Chunk{};
+      x[i] = exists ? *reinterpret_cast<const uint4*>(from + min(token + i, p.m - 1) * p.a_row_stride) : uint4{};
   }
   // They become pairs as those of weights, as [half of k][tile][word][lane that reads it]. The last is permuted, so
   // that neither side has conflicts of banks.
-  FI_DEVICE void store_tokens(const Chunk (&x)[kTokens], char* to) const {
+  FI_DEVICE void store_tokens(const uint4 (&x)[kTokens], char* to) const {
     const int word = lane % 4, half = lane / 16, c = lane / 4 % 4;
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
-      const int place = ((half * kTokenTiles + i / 8) * 4 + word) * 32 + ((i % 8 * 4 + c) ^ (Weights::kTurn * word));
-      reinterpret_cast<Chunk*>(to)[place] = Weights::pairs(x[i]);
+      const int place = ((half * kTokenTiles + i / 8) * 4 + word) * 32 + ((i % 8 * 4 + c) ^ (2 * word));
+      reinterpret_cast<uint4*>(to)[place] = Weights::pairs(x[i]);
     }
   }
 
@@ -164,7 +156,7 @@ struct GemmFewBits {
     const int set = share.set, first = share.first, count = share.count;
     const int half = set % 2, groups = sets() / 2, chunk = lane % 4 + 4 * half, end = steps();
     const int weight_at = first * 16 * kSwizzleLineBytes + swizzled_offset(line(), chunk);
-    const int token_at = weight_bytes + half * kTokenTiles * 128 * static_cast<int>(sizeof(Chunk));
+    const int token_at = weight_bytes + half * kTokenTiles * 128 * static_cast<int>(sizeof(uint4));
     const int scale_lane = weight_bytes + kTokenBytes + line() * 16 + Weights::place(chunk);
     int scale_at[kMaxBlocks];  // of the rows of each block, the same for all lanes
 #pragma unroll
@@ -239,13 +231,13 @@ struct GemmFewBits {
       }
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
-      Chunk x[kTokenTiles];
+      uint4 x[kTokenTiles];
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t)
-        x[t] = reinterpret_cast<const Chunk*>(tokens)[(t * 4 + word) * 32 + (lane ^ (Weights::kTurn * word))];
+        x[t] = reinterpret_cast<const uint4*>(tokens)[(t * 4 + word) * 32 + (lane ^ (2 * word))];
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
-        unsigned y[2][2 * kMmas];
+        unsigned y[2][4];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           Weights::dequantize(y[h], w[b][h][word]);
@@ -254,7 +246,7 @@ struct GemmFewBits {
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t)
 #pragma unroll
-          for (int i = 0; i < 2 * kMmas; i += 2) {
+          for (int i = 0; i < 4; i += 2) {
             const unsigned of_weights[4] = {y[0][i], y[1][i], y[0][i + 1], y[1][i + 1]};
             mma_m16n8k16(sum[first + b][t], of_weights, (&x[t].x)[i], (&x[t].x)[i + 1], __nv_bfloat16());
           }

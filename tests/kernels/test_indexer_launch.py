@@ -56,7 +56,8 @@ def indexer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_one_cta_of_a_multiprocessor_takes_the_rows_of_a_request_at_once(indexer: Indexer, top_k: int) -> None:
     """With top-k all CTAs run at the same time, as they wait for each other."""
     form = "mqa_select" if top_k else "mqa_logits"
-    for next_n, name in ((1, "paged_1_1"), (2, "paged_2_1"), (3, "paged_2_2"), (9, "paged_2_2"), (0, "ragged_2_2")):
+    forms = [(1, "paged_1_1"), (2, "paged_2_1"), (3, "paged_2_2"), (9, "paged_2_2")]
+    for next_n, name in forms if top_k else [*forms, (0, "ragged_2_2")]:
         (launch,) = launches(indexer(70, next_n, top_k))
         assert launch["name"] == f"{form}_{name}"
         assert launch["grid"] == [132, 1, 1] and launch["block"] == [384, 1, 1]
@@ -82,7 +83,7 @@ def test_top_k_gets_where_results_and_state_lie(indexer: Indexer) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"clean": True}, r"indices must be \[rows, 1 to 2048\] of logits that are paged or relative, and not clean"),
+        ({"clean": True}, r"indices must be \[rows, 1 to 2048\] of logits that are paged and not clean"),
         ({"state": Tensor(STATE, (6, 8000), "i32")}, "state of a row"),
         ({"state": Tensor(STATE + 4, (6, 8324), "i32")}, "multiples of 16 bytes"),
         ({"indices": Tensor(INDICES, (6, 2049), "i32")}, "1 to 2048"),
@@ -91,3 +92,9 @@ def test_top_k_gets_where_results_and_state_lie(indexer: Indexer) -> None:
 def test_what_top_k_cannot_take_is_refused(indexer: Indexer, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         indexer(3, 2, 100, **change)
+
+
+def test_top_k_of_rows_of_one_array_is_refused(indexer: Indexer) -> None:
+    """Two kernels are faster for prompts."""
+    with pytest.raises(ValueError, match="of logits that are paged"):
+        indexer(3, 0, 100)

@@ -204,9 +204,8 @@ def fp8_indexer_topk(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Chooses the top_k keys with the largest `fp8_mqa_logits` of each row, exactly.
 
-    On sm_90 one kernel computes and ranks logits of up to 64 MB, which stay in L2. Else logits of some rows at a time,
-    at most 256 MB, lie in memory of the call. Nothing synchronises, and a row's result depends on nothing but the row
-    and its keys.
+    Logits of some rows at a time, at most 256 MB, lie in memory of the call. Nothing synchronises, and a row's result
+    depends on nothing but the row and its keys.
 
     Args:
         q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end: as of `fp8_mqa_logits`.
@@ -225,55 +224,20 @@ def fp8_indexer_topk(
         ValueError: a shape, device, layout, top_k or tie_break is wrong.
         TypeError: a dtype is wrong.
     """
-    rows, columns = q.shape[0], -(-max(kv[0].shape[0], 1) // 4) * 4
-    _required(cu_seq_len_k_start=cu_seq_len_k_start)
-    _checked(indices, scores, q, rows, top_k)
-    chosen = cu_seq_len_k_start.new_empty(rows, top_k) if indices is None else indices
-    if not return_scores:
-        scores = None
-    elif scores is None:
-        scores = weights.new_empty(rows, top_k)
-    if kv[0].shape[0] == 0 or not selects(q, kv[0], rows * columns, chosen, scores):
-        windows = cu_seq_len_k_start, cu_seq_len_k_end
-        _choose_ragged_in_pieces(q, kv, weights, windows, chosen, scores, relative, tie_break)
-        return (chosen, scores) if scores is not None else chosen
-    mqa_logits(
-        weights.new_empty(rows, columns),
-        q,
-        kv[0],
-        weights,
-        cu_seq_len_k_end,
-        starts=cu_seq_len_k_start,
-        key_scales=kv[1],
-        relative=True,
-        indices=chosen,
-        scores=scores,
-        state=cu_seq_len_k_start.new_empty(rows, STATE_WORDS),
-        mapped=not relative,
-        prefer_last=prefers_last(tie_break),
-    )
-    return (chosen, scores) if scores is not None else chosen
-
-
-def _choose_ragged_in_pieces(
-    q: torch.Tensor,
-    kv: tuple[torch.Tensor, torch.Tensor],
-    weights: torch.Tensor,
-    windows: tuple[torch.Tensor, torch.Tensor],
-    indices: torch.Tensor,
-    scores: torch.Tensor | None,
-    relative: bool,
-    tie_break: int,
-) -> None:
-    """Chooses keys of some rows at a time, whose logits take at most _LOGITS_BYTES, or of one."""
     import torch
 
-    (rows, top_k), columns = indices.shape, kv[0].shape[0]
+    rows, columns = q.shape[0], kv[0].shape[0]
+    _required(cu_seq_len_k_start=cu_seq_len_k_start)
+    _checked(indices, scores, q, rows, top_k)
+    if indices is None:
+        indices = cu_seq_len_k_start.new_empty(rows, top_k)
+    if return_scores and scores is None:
+        scores = weights.new_empty(rows, top_k)
     step = max(1, min(rows, _LOGITS_BYTES // (4 * max(columns, 1))))
     scratch = weights.new_empty(step, max(columns, 1))
     for first in range(0, rows, step):
         part = slice(first, first + step)
-        start, end = (x[part] for x in windows)
+        start, end = cu_seq_len_k_start[part], cu_seq_len_k_end[part]
         logits = scratch[: start.shape[0]]
         mqa_logits(
             logits,
@@ -289,9 +253,10 @@ def _choose_ragged_in_pieces(
         begin = start.clamp(min=0)
         lengths = (end.clamp(max=columns) - begin).clamp(min=0)
         found = top_k_ragged_transform(logits, torch.zeros_like(begin), lengths, top_k, tie_break=tie_break)
-        if scores is not None:
-            _scores_of(logits, found, scores[part])
+        if return_scores:
+            _scores_of(logits, found, scores[part])  # type: ignore[index]
         indices[part] = found if relative else torch.where(found < 0, found, found + begin[:, None])
+    return (indices, scores) if return_scores else indices  # type: ignore[return-value]
 
 
 def _choose_paged_in_pieces(

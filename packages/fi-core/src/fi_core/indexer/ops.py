@@ -32,13 +32,18 @@ def _mma_unit(axes: Values) -> Unit:
     return Unit("fi/indexer/mqa_logits.cuh", "MqaLogitsParams", entries)
 
 
+def _entry(kind: str, heads: int, rows: int, row_groups: int, paged: bool, is_last: bool, size: int) -> Entry:
+    """size: bytes of shared memory."""
+    body = f"{kind}_wgmma<{heads}, {rows}, {row_groups}, {'true' if paged else 'false'}, {size}>"
+    name = f"{kind}_{'paged' if paged else 'ragged'}_{rows}_{row_groups}"
+    return Entry(name, body, 384, _Config(rows, row_groups, paged, is_last), size, 1)
+
+
 def _wgmma_entry(heads: int, rows: int, row_groups: int, paged: bool, is_last: bool) -> Entry:
     keys = 128 // row_groups
     stages = 6 if row_groups == 1 else 8
     size = stages * keys * (128 + 4) + 2 * row_groups * heads * rows * 128 + 16 * (stages + 2) + 2048
-    body = f"mqa_logits_wgmma<{heads}, {rows}, {row_groups}, {'true' if paged else 'false'}, {size}>"
-    name = f"mqa_logits_{'paged' if paged else 'ragged'}_{rows}_{row_groups}"
-    return Entry(name, body, 384, _Config(rows, row_groups, paged, is_last), size, 1)
+    return _entry("mqa_logits", heads, rows, row_groups, paged, is_last, size)
 
 
 def _wgmma_unit(axes: Values) -> Unit:
@@ -54,22 +59,15 @@ def _wgmma_unit(axes: Values) -> Unit:
     return Unit("fi/indexer/mqa_logits_sm90.cuh", "MqaLogitsParams", entries)
 
 
-def _select_entry(heads: int, rows: int, row_groups: int, paged: bool, is_last: bool) -> Entry:
-    size = 199 << 10  # of lists of keys, or stages of keys and bins of logits
-    body = f"mqa_select_wgmma<{heads}, {rows}, {row_groups}, {'true' if paged else 'false'}, {size}>"
-    name = f"mqa_select_{'paged' if paged else 'ragged'}_{rows}_{row_groups}"
-    return Entry(name, body, 384, _Config(rows, row_groups, paged, is_last), size, 1)
-
-
 def _select_unit(axes: Values) -> Unit:
-    """Up to four rows of a CTA: bins of more leave no room for stages."""
+    """Up to four rows of a CTA: bins of more leave no room for stages. The memory holds lists of keys, or stages of
+    keys and bins of logits.
+    """
     heads = axes["heads"]
     most = min(4, 128 // heads)
     forms = [(rows, 1) for rows in (1, 2, 4) if rows <= most] + [(2, 2)] * (most == 2)
-    paged = tuple(_select_entry(heads, *form, True, form == forms[-1]) for form in forms)
-    return Unit(
-        "fi/indexer/mqa_select_sm90.cuh", "MqaLogitsParams", (*paged, _select_entry(heads, *forms[-1], False, True))
-    )
+    entries = (_entry("mqa_select", heads, *form, True, form == forms[-1], 199 << 10) for form in forms)
+    return Unit("fi/indexer/mqa_select_sm90.cuh", "MqaLogitsParams", tuple(entries))
 
 
 _FORMS = Constraint("heads", "in", _HEADS), Constraint("dim", "in", _DIMS)
@@ -82,7 +80,7 @@ MQA_LOGITS = Op(
     "Tensor? key_scales=None, Tensor? block_table=None, bool clean=False, bool relative=False, "
     "bool orders_nan=False, Tensor(b!)? indices=None, Tensor(c!)? scores=None, Tensor(d!)? state=None, "
     "bool mapped=False, bool prefer_last=False, bool? enable_pdl=None",
-    # indices: the largest logits of each row are chosen too; state: of rows, for that.
+    # indices: the largest logits of each row of a request are chosen too; state: of rows, for that.
     fields={
         "heads": Field(None, 64),
         "dim": Field(None, 128),
@@ -102,7 +100,7 @@ MQA_LOGITS = Op(
 
 mqa_logits = operator(MQA_LOGITS)
 
-# Which op chooses keys: mqa_logits itself where the logits that exist at a time fit L2, else top_k behind it.
+# Which op chooses keys of pages: mqa_logits itself where all logits fit L2, else top_k behind it.
 INDEXER = Op(
     name="indexer",
     family="indexer",
@@ -132,7 +130,7 @@ INDEXER = Op(
 def selects(
     q: torch.Tensor, keys: torch.Tensor, logits: int, indices: torch.Tensor, scores: torch.Tensor | None
 ) -> bool:
-    """Whether mqa_logits chooses among keys of which so many logits exist at a time."""
+    """Whether mqa_logits chooses among keys of pages, of which there are so many logits."""
     aligned = (q.data_ptr() | keys.data_ptr() | keys.stride(0)) % 16 == 0
     contiguous = indices.is_contiguous() and (scores is None or scores.is_contiguous())
     megabytes = min(4 * logits >> 20, 65)

@@ -193,9 +193,9 @@ void select(MqaLogitsParams& p, const MqaLogitsArgs& a, Dim& rows) {
   a.indices.is({kI32}).on(a.q).contiguous().shape(rows, top_k);
   a.state.is({kI32}).on(a.q).contiguous().shape(rows, words);
   if (a.scores) a.scores.is({kF32}).on(a.q).contiguous().shape(rows, top_k);
-  FI_CHECK(top_k >= 1 && top_k <= kMqaSelectCandidates && !a.clean && (a.block_table || a.relative), ValueError,
-           "indices must be [rows, 1 to %d] of logits that are paged or relative, and not clean; got %s",
-           kMqaSelectCandidates, a.indices.shape_str().c_str());
+  FI_CHECK(top_k >= 1 && top_k <= kMqaSelectCandidates && !a.clean && a.block_table, ValueError,
+           "indices must be [rows, 1 to %d] of logits that are paged and not clean; got %s", kMqaSelectCandidates,
+           a.indices.shape_str().c_str());
   FI_CHECK(a.logits.alignment(16, {a.logits.stride(0)}) == 16 && a.state.alignment(16, {}) == 16, ValueError,
            "logits and state must lie at multiples of 16 bytes");
   p.indices = a.indices.data<int32_t>(), p.scores = a.scores ? a.scores.data<float>() : nullptr;

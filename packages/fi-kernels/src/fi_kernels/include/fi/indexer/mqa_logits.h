@@ -38,12 +38,12 @@ struct MqaLogitsParams {
   int32_t orders_nan;    // NaN becomes -inf, so that every logit has a place in an order
   int32_t chunk_tiles;   // of keys, of a CTA; not on sm_90
   int32_t box_keys;      // paged: keys that one bulk copy loads
-  // Top-k, sm_90 only: the results of each row by rising key.
+  // Top-k of paged rows, sm_90 only: the results of each row by rising key.
   MqaSelectRow* state;  // [rows]
   int32_t* indices;     // [rows, top_k]
   float* scores;        // [rows, top_k], or null
   int32_t top_k;
-  int32_t mapped;       // indices are slots of the pages, or keys of the array; else they count from the row's first
+  int32_t mapped;       // indices are slots of the pages; else they count from the first key of the request
   int32_t prefer_last;  // of the logits equal to the top_k-th, those of the last keys
 
   FI_HOST_DEVICE int32_t begin_of(int32_t row) const {

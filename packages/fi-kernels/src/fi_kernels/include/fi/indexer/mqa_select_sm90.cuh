@@ -142,9 +142,8 @@ struct MqaSelect {
     const int64_t at = static_cast<int64_t>(row) * p.top_k + result;
     int found = key;
     if (p.mapped && key >= 0) {
-      const int page = p.starts ? 0 : key / p.page_size;
-      found = p.starts ? key + p.begin_of(row)
-                       : p.block_table[row / p.next_n * p.table_stride + page] * p.page_size + key - page * p.page_size;
+      const int page = key / p.page_size;
+      found = p.block_table[row / p.next_n * p.table_stride + page] * p.page_size + key - page * p.page_size;
     }
     p.indices[at] = found;
     if (p.scores) p.scores[at] = key >= 0 ? logits()[key] : -infinity();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.layers.moe.moe_runner import MoeRunner
@@ -11,6 +12,7 @@ from sglang.srt.layers.moe.utils import get_moe_runner_backend, resolve_moe_runn
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 
 from fi_core.fused_moe import cutlass_fused_moe
+from fi_core.integrations.sglang import refusals
 from fi_core.tllm_enums import ActivationType
 
 if TYPE_CHECKING:
@@ -19,8 +21,7 @@ if TYPE_CHECKING:
 _ACTIVATIONS = {"silu": ActivationType.Swiglu, "gelu": ActivationType.Geglu}
 
 
-def _refuse(name: str, required: str, got: Any) -> None:
-    raise NotImplementedError(f"{name}: {required} is required by --moe-runner-backend fi; got {got}")
+_refuse = functools.partial(refusals.refuse, "--moe-runner-backend")
 
 
 def is_selected() -> bool:

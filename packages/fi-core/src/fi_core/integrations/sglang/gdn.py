@@ -12,6 +12,7 @@ from sglang.srt.runtime_context import get_exec
 
 from fi_core.gdn_decode import gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp
 from fi_core.gdn_prefill import chunk_gated_delta_rule
+from fi_core.integrations.sglang.refusals import refuse
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +101,7 @@ class Kernel(LinearAttnKernelBase):  # type: ignore[misc]
         SGLang keeps them for its prefix cache. g: logarithms of the decay.
         """
         if not inplace_update:
-            raise NotImplementedError("--enable-mis: its absence is required by --linear-attn-prefill-backend fi")
+            refuse("--linear-attn-prefill-backend", "--enable-mis", "its absence", True)
         kept = None
         if num_state_checkpoints:
             shape = num_state_checkpoints, *ssm_states.shape[1:]
@@ -144,12 +145,10 @@ class Kernel(LinearAttnKernelBase):  # type: ignore[misc]
         """`[1, tokens, heads, V]` of a chain of drafts of each request; the states after each token are kept in
         intermediate_states_buffer, those of the pool stay.
         """
-        for option, given in (
-            ("--speculative-eagle-topk", retrieve_parent_token is not None),
-            ("SGLANG_ENABLE_PP_SPEC", stable_rows),
-        ):
-            if given:
-                raise NotImplementedError(f"{option}: its absence is required by --linear-attn-verify-backend fi")
+        if retrieve_parent_token is not None:
+            refuse("--linear-attn-verify-backend", "--speculative-eagle-topk", "1", "a tree of drafts")
+        if stable_rows:
+            refuse("--linear-attn-verify-backend", "SGLANG_ENABLE_PP_SPEC", "its absence", True)
         requests = len(query_start_loc) - 1
         queries, keys, values = (x.view(requests, -1, *x.shape[2:]) for x in (q, k, v))
         out, _ = gated_delta_rule_mtp(

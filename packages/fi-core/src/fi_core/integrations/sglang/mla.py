@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -12,9 +11,9 @@ from sglang.srt.models.deepseek_common.attention_backend_handler import (
 )
 
 from fi_core.autotuner import autotune
+from fi_core.integrations.latent_prompts import attend_expanded
 from fi_core.integrations.sglang.steps import Step, Steps, is_causal, is_fp8, refuse
 from fi_core.mla import BatchMLAPagedAttentionWrapper
-from fi_core.prefill import trtllm_ragged_attention_deepseek
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 _WORKSPACE_BYTES = 34 << 20  # with which all SMs of an H200 work
 _LATENT, _ROPE = 512, 64
 _PROMPTS = 128 + _ROPE, 128  # head dims of expanded keys and values
-_LN2 = math.log(2)
 
 
 class Backend(Steps):
@@ -61,7 +59,7 @@ class Backend(Steps):
             self._attend(query, cache)
         key, value = (torch.zeros(1, self.heads, dim, dtype=self.q_dtype, device=self.device) for dim in _PROMPTS)
         starts = torch.arange(2, dtype=torch.int32, device=self.device)
-        self._attend_expanded(key, key, value, self.scaling, (starts, starts), 1, True, True)
+        attend_expanded(key, key, value, self.scaling, (starts, starts), 1, causal=True, return_lse=True)
 
     def _with_starts(self, step: Step) -> Step:
         """The step with offsets of its tokens and pages, which are made outside of graphs."""
@@ -133,34 +131,12 @@ class Backend(Steps):
         if save_kv_cache:
             refuse("save_kv_cache", "False with expanded keys", True)
         starts, longest, is_chunk = step.starts, step.longest, bool(batch.attn_attend_prefix_cache)
+        assert starts is not None  # of steps whose requests differ
         kv_starts = starts
         if is_chunk:
             kv_starts = batch.prefix_chunk_cu_seq_lens[batch.prefix_chunk_idx]
             longest = batch.prefix_chunk_max_seq_lens[batch.prefix_chunk_idx]
         k, v = (x.view(-1, layer.tp_q_head_num, dim).to(q.dtype) for x, dim in zip((k, v), _PROMPTS))
-        ends, with_lse = (starts, kv_starts), bool(batch.mha_return_lse)
-        return self._attend_expanded(q, k, v, layer.scaling, ends, longest, not is_chunk, with_lse)
-
-    def _attend_expanded(
-        self, q: Any, k: Any, v: Any, scaling: float, starts: Any, longest: int, causal: bool, with_lse: bool
-    ) -> Any:
-        found: Any = trtllm_ragged_attention_deepseek(
-            q,
-            k,
-            v,
-            workspace_buffer=q.view(-1)[:0],  # not needed
-            seq_lens=starts[1],
-            max_q_len=longest,
-            max_kv_len=longest,
-            bmm1_scale=scaling,
-            bmm2_scale=1.0,
-            o_sf_scale=None,
-            batch_size=len(starts[0]) - 1,
-            window_left=-1,
-            cum_seq_lens_q=starts[0],
-            cum_seq_lens_kv=starts[1],
-            enable_pdl=None,
-            is_causal=causal,
-            return_lse=with_lse,
-        )
-        return (found[0], found[1] * _LN2) if with_lse else found.flatten(1)
+        return_lse, bounds = bool(batch.mha_return_lse), (starts, kv_starts)
+        found = attend_expanded(q, k, v, layer.scaling, bounds, longest, causal=not is_chunk, return_lse=return_lse)
+        return found if isinstance(found, tuple) else found.flatten(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import abc
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel, get_spec
 
+from fi_core.integrations.sglang import refusals
 from fi_core.prefill import ContextTablesPlan
 
 if TYPE_CHECKING:
@@ -31,8 +34,7 @@ class Step:
     prompts: ContextTablesPlan = field(default_factory=ContextTablesPlan)  # of all layers, where requests differ
 
 
-def refuse(name: str, required: str, got: Any) -> None:
-    raise NotImplementedError(f"{name}: {required} is required by --attention-backend fi; got {got}")
+refuse = functools.partial(refusals.refuse, "--attention-backend")
 
 
 class Steps(AttentionBackend):  # type: ignore[misc]
@@ -59,9 +61,9 @@ class Steps(AttentionBackend):  # type: ignore[misc]
         self.layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
         self.graphs: dict[tuple[int, int], Step] = {}  # by requests and q_len
 
+    @abc.abstractmethod
     def _plan(self, step: Step) -> None:
         """Plans a step of requests with as many query tokens each."""
-        raise NotImplementedError
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.forward_metadata = step = self._new(forward_batch)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions, MLAPrefillBackend
 
-from fi_core.prefill import trtllm_ragged_attention_deepseek
+from fi_core.integrations.latent_prompts import attend_expanded
 
 if TYPE_CHECKING:
     import torch
-
-_LN2 = math.log(2)
 
 
 class Prompts(MLAPrefillBackend):  # type: ignore[misc]
@@ -86,24 +83,5 @@ class Prompts(MLAPrefillBackend):  # type: ignore[misc]
         return_lse: bool,
         out: torch.Tensor | None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        found: Any = trtllm_ragged_attention_deepseek(
-            q,
-            k,
-            v,
-            workspace_buffer=q.view(-1)[:0],  # not needed
-            seq_lens=starts[1],
-            max_q_len=longest,
-            max_kv_len=longest,
-            bmm1_scale=self.scale,
-            bmm2_scale=1.0,
-            o_sf_scale=None,
-            batch_size=len(starts[0]) - 1,
-            window_left=-1,
-            cum_seq_lens_q=starts[0],
-            cum_seq_lens_kv=starts[1],
-            enable_pdl=None,
-            is_causal=causal,
-            return_lse=return_lse,
-            out=out,
-        )
-        return (found[0], (found[1] * _LN2).T.contiguous()) if return_lse else found
+        found = attend_expanded(q, k, v, self.scale, starts, longest, causal=causal, return_lse=return_lse, out=out)
+        return (found[0], found[1].T.contiguous()) if isinstance(found, tuple) else found

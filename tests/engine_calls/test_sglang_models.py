@@ -13,6 +13,7 @@ import torch
 
 from engine_calls import fake_sglang
 from engine_calls.fake_sglang import PLUGIN, SEAMS, batch, module, settings
+from engine_calls.graphs import captured, refill
 from families import linear_attention_reference as linear
 from families.attention_reference import attention
 from families.harness import assert_close, rand
@@ -170,22 +171,12 @@ def test_graphs_of_latent_attention(plugin: Any, mode: str, device: str) -> None
         backend.init_forward_metadata_in_graph(fixed)
         outs[:] = [backend.forward(q, new, new[..., :LATENT], layer, fixed) for layer in server.layers[::2]]
 
-    backend.init_forward_metadata_out_graph(fixed, in_capture=True)
-    graph = None
-    if device == "cuda":
-        body()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            body()
+    replay = captured(backend, fixed, body, device)
     for lengths in ((70, 33, 160), (20, 150, 9)):
-        step = server.prepared([(n, q_len) for n in lengths], mode)
-        for name, fill in (("seq_lens", 1), ("req_pool_indices", 0), ("out_cache_loc", 0)):
-            changed = getattr(step, name)
-            getattr(fixed, name)[: len(changed)] = changed
-            getattr(fixed, name)[len(changed) :] = fill
+        refill(fixed, server.prepared([(n, q_len) for n in lengths], mode))
         q[: len(server.new)], new[: len(server.new)] = torch.cat(server.q), server.new
         backend.init_forward_metadata_out_graph(fixed)
-        graph.replay() if graph else body()
+        replay()
         for out in outs:
             got = out.view(-1, HEADS, LATENT)
             assert bool(got.isfinite().all())

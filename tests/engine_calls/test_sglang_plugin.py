@@ -18,6 +18,7 @@ import torch
 
 from engine_calls import fake_sglang
 from engine_calls.fake_sglang import PLUGIN, SEAMS, batch, module, parameters, settings
+from engine_calls.graphs import captured, refill
 from families.attention_reference import attention
 from families.harness import assert_close, rand
 from fi_core.attention.ops import decode as decode_ops
@@ -241,23 +242,13 @@ def test_graphs(plugin: Any, mode: str, device: str) -> None:
         backend.init_forward_metadata_in_graph(fixed)
         outs[:] = [backend.forward(q.flatten(1), k.clone(), v.clone(), layer, fixed) for layer in server.layers]
 
-    backend.init_forward_metadata_out_graph(fixed, in_capture=True)
-    graph = None
-    if device == "cuda":
-        body()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            body()
+    replay = captured(backend, fixed, body, device)
     for lengths in ((70, 33, 160), (20, 150, 9)):
-        step = server.prepared([(n, q_len) for n in lengths], mode)
-        for name, fill in (("seq_lens", 1), ("req_pool_indices", 0), ("out_cache_loc", 0)):
-            new = getattr(step, name)
-            getattr(fixed, name)[: len(new)] = new
-            getattr(fixed, name)[len(new) :] = fill
+        refill(fixed, server.prepared([(n, q_len) for n in lengths], mode))
         for x, new in ((q, server.q), (k, server.new[0]), (v, server.new[1])):
             x[: len(lengths) * q_len] = torch.cat(new)
         backend.init_forward_metadata_out_graph(fixed)
-        graph.replay() if graph else body()
+        replay()
         for out, window in zip(outs, (-1, 20)):
             got = out.view(-1, HEADS[0], DIM)
             assert bool(got.isfinite().all())

@@ -144,6 +144,9 @@ SEAMS = {
         "sglang/srt/layers/moe/moe_runner/triton.py": ("TritonMoeQuantInfo",),
         "sglang/srt/layers/moe/token_dispatcher/standard.py": ("StandardDispatchOutput", "StandardCombineInput"),
         "sglang/srt/layers/moe/utils.py": ("get_moe_runner_backend", "resolve_moe_runner_backend"),
+        "sglang/srt/layers/quantization/fp8.py": (
+            "Fp8MoEMethod.create_moe_runner", "Fp8MoEMethod.apply", "Fp8MoEMethod.get_triton_quant_info",
+        ),
         "sglang/srt/layers/quantization/unquant.py": (
             "UnquantizedFusedMoEMethod.create_moe_runner", "UnquantizedFusedMoEMethod.load_up_proj_weight_first",
         ),

@@ -269,6 +269,8 @@ class TritonMoeQuantInfo:
     w2_weight: torch.Tensor
     b13: torch.Tensor | None = None
     b2: torch.Tensor | None = None
+    w13_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
 
 
 class StandardDispatchOutput(NamedTuple):
@@ -319,6 +321,16 @@ class UnquantizedFusedMoEMethod:
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         self.runner = MoeRunner(SimpleNamespace(value="triton"), moe_runner_config)
+
+
+class Fp8MoEMethod(UnquantizedFusedMoEMethod):
+    def get_triton_quant_info(self, layer: Any) -> TritonMoeQuantInfo:
+        return TritonMoeQuantInfo(
+            layer.w13_weight, layer.w2_weight, None, None, layer.w13_weight_scale_inv, layer.w2_weight_scale_inv
+        )
+
+    def apply(self, layer: Any, dispatch_output: Any) -> Any:
+        raise AssertionError("the plugin's method is for another backend here")
 
 
 class HookType(enum.Enum):
@@ -410,6 +422,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "layers.moe.utils": {
         "get_moe_runner_backend": get_moe_runner_backend, "resolve_moe_runner_backend": resolve_moe_runner_backend,
     },
+    "layers.quantization": {}, "layers.quantization.fp8": {"Fp8MoEMethod": Fp8MoEMethod},
     "layers.quantization.unquant": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
     "plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
 }  # fmt: skip
@@ -421,7 +434,8 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     vars(AttentionBackendRegistry)["register"].__func__, handle_attention_trtllm_mla,
     SWAKVPool.set_kv_buffer, SWAKVPool.translate_loc_from_full_to_swa, DispatchMoeRunnerCore.__init__,
     register_moe_runner_core, MoeRunner.__init__, MoeRunner.run, get_moe_runner_backend, resolve_moe_runner_backend,
-    UnquantizedFusedMoEMethod.create_moe_runner, vars(HookRegistry)["register"].__func__,
+    UnquantizedFusedMoEMethod.create_moe_runner, Fp8MoEMethod.apply, Fp8MoEMethod.get_triton_quant_info,
+    vars(HookRegistry)["register"].__func__,
 )  # fmt: skip
 
 

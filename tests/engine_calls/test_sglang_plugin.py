@@ -65,6 +65,7 @@ def test_methods_take_what_sglang_passes(plugin: Any) -> None:
     ours = {
         "AttentionBackend": (own["steps"].Steps, own["attention"].Backend, own["mla"].Backend),
         "DispatchMoeRunnerCore": (own["experts"].Experts,), "GDNKernelDispatcher": (own["gdn"].Dispatcher,),
+        "Fp8MoEMethod": (own["experts"].Fp8Method,),
     }  # fmt: skip
     compared = 0
     for name, wanted in RECORDED.items():
@@ -73,7 +74,7 @@ def test_methods_take_what_sglang_passes(plugin: Any) -> None:
             if method in vars(cls):
                 assert parameters(vars(cls)[method]) == wanted, name
                 compared += 1
-    assert compared == 12
+    assert compared == 14
     for method in ("decode", "extend", "target_verify"):  # what SGLang passes by name may stand in **kwargs
         names = RECORDED[f"FlashInferGDNKernel.{method}"]
         got = parameters(getattr(own["gdn"].Kernel, method))
@@ -311,12 +312,22 @@ def test_experts(plugin: Any, name: str, biased: bool, device: str) -> None:
         assert method.load_up_proj_weight_first
         method.create_moe_runner(None, config)
         got = method.runner.run(dispatched, info).hidden_states
-    want = torch.zeros(tokens, hidden, dtype=torch.float64)
-    for t, j in torch.cartesian_prod(torch.arange(tokens), torch.arange(top)).tolist():
+    want = experts_of(x, up, down, b13 if biased else None, b2 if biased else None, (scales, ids), name)
+    want *= config.routed_scaling_factor or 1.0
+    assert_close(got, want, tolerance=(0.02, 0.01 * float(want.abs().max())))
+
+
+def experts_of(
+    x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, b13: Any, b2: Any, chosen: Any, name: str
+) -> torch.Tensor:
+    """In fp64, by ids of which -1 is none."""
+    scales, ids = (part.cpu() for part in chosen)
+    want = torch.zeros(x.shape, dtype=torch.float64)
+    for t, j in torch.cartesian_prod(*map(torch.arange, ids.shape)).tolist():
         e = int(ids[t, j])
         if e < 0:
             continue
-        both = up[e].cpu().double() @ x[t].cpu().double() + (b13[e].cpu().double() if biased else 0)
+        both = up[e].cpu().double() @ x[t].cpu().double() + (0 if b13 is None else b13[e].cpu().double())
         linear, gate = both.chunk(2)
         if name == "swiglu of gpt-oss":
             gate, linear = gate.clamp(max=0.7), linear.clamp(-0.7, 0.7)
@@ -324,9 +335,47 @@ def test_experts(plugin: Any, name: str, biased: bool, device: str) -> None:
         else:
             gate = torch.nn.functional.gelu(gate) if name == "gelu" else torch.nn.functional.silu(gate)
             h = gate.clamp(max=0.5) * linear.clamp(-0.5, 0.5) if name == "clamped" else gate * linear
-        out = down[e].cpu().double() @ h + (b2[e].cpu().double() if biased else 0)
-        want[t] += out * scales[t, j].cpu().double() * (config.routed_scaling_factor or 1.0)
-    assert_close(got, want, tolerance=(0.02, 0.01 * float(want.abs().max())))
+        out = down[e].cpu().double() @ h + (0 if b2 is None else b2[e].cpu().double())
+        want[t] += out * scales[t, j].double()
+    return want
+
+
+def fp8_method(experts: Any, **changed: Any) -> Any:
+    """The method of a checkpoint of fp8, as SGLang makes it on a GPU."""
+    method = experts.Fp8Method.__new__(experts.Fp8Method)
+    of_checkpoint = {
+        "block_quant": True, "weight_block_size": [128, 128], "use_mxfp8": False, "is_fp4_expert": False,
+        "quant_config": SimpleNamespace(is_checkpoint_fp8_serialized=True),
+    }  # fmt: skip
+    vars(method).update(of_checkpoint | changed)
+    return method
+
+
+def test_fp8_experts(plugin: Any, device: str) -> None:
+    """From SGLang's method to its result, with the scales of a checkpoint: fp32, of 128 x 128 weights."""
+    experts = importlib.import_module(f"{PLUGIN}.experts")
+    plugin.register()
+    tokens, hidden, inter, count, top = 9, 256, 128, 6, 2
+    x = rand(tokens, hidden, dtype=torch.bfloat16, device=device, seed=1)
+    shapes = {"w13": (count, 2 * inter, hidden), "w2": (count, hidden, inter)}
+    layer, real = SimpleNamespace(w13_input_scale=None, w2_input_scale=None), {}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        weight = rand(*shape, dtype=torch.float32, device=device, seed=seed).mul(64).to(FP8)
+        blocks = rand(shape[0], *(n // 128 for n in shape[1:]), dtype=torch.float32, device=device, seed=9)
+        scale = (blocks.abs() + 0.5) / 640
+        real[name] = weight.float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        vars(layer).update({f"{name}_weight": weight, f"{name}_weight_scale_inv": scale})
+    ids = rand(tokens, count, dtype=torch.float32, device=device, seed=9).topk(top).indices.int()
+    scales = rand(tokens, top, dtype=torch.float32, device=device).abs()
+    dispatched = module("layers.moe.token_dispatcher.standard").StandardDispatchOutput(x, None, (scales, ids, None))
+    method = fp8_method(experts)
+    with settings(moe="fi"), _selected("fi", experts):
+        assert method.load_up_proj_weight_first
+        method.create_moe_runner(None, module("layers.moe.moe_runner.base").MoeRunnerConfig())
+        got = method.apply(layer, dispatched).hidden_states
+    want = experts_of(x, real["w13"], real["w2"], None, None, (scales, ids), "silu")
+    error = (got.cpu().double() - want).norm() / want.norm()
+    assert error < 0.05, f"{error:.3f}"  # of activations in e4m3, twice
 
 
 def _selected(name: str, experts: Any) -> Any:
@@ -354,9 +403,16 @@ def test_what_experts_refuse(plugin: Any) -> None:
         with pytest.raises(NotImplementedError, match=text):
             experts.Experts(made(**options))
     with _selected("fi", experts):
-        with pytest.raises(NotImplementedError, match="quantization: experts of 16-bit weights"):
+        with pytest.raises(NotImplementedError, match="quantization: experts of 16-bit or fp8 weights"):
             experts.check_runner(None, SimpleNamespace(value="deep_gemm"), None)
         with pytest.raises(NotImplementedError, match="--enable-lora"):
             experts.check_runner(None, SimpleNamespace(value="fi"), None, True)
+        for changed, text in (
+            ({"weight_block_size": None}, r"weight_block_size: \[128, 128\]"), ({"use_mxfp8": True}, "quantization:"),
+            ({"is_fp4_expert": True}, "quantization:"),
+            ({"quant_config": SimpleNamespace(is_checkpoint_fp8_serialized=False)}, "quantization:"),
+        ):  # fmt: skip
+            with pytest.raises(NotImplementedError, match=text):
+                fp8_method(experts, **changed).create_moe_runner(None, made())
     with _selected("triton", experts):
         experts.check_runner(None, SimpleNamespace(value="deep_gemm"), None, True)

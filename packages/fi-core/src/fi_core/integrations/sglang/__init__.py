@@ -11,6 +11,7 @@ VERSIONS = ("0.5.23",)  # whose interfaces tests/engine_calls/sglang_seams.json 
 
 _log = logging.getLogger("sglang.srt.plugins.fi_core")
 _UNQUANTIZED = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
+_FP8 = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod"
 _RUNNER = "sglang.srt.layers.moe.moe_runner.runner.MoeRunner.__init__"
 _DELTA_NETS = "sglang.srt.layers.attention.linear.gdn_backend.GDNKernelDispatcher"
 
@@ -33,7 +34,7 @@ def register() -> None:
 
     if NAME in ATTENTION_BACKENDS:
         return
-    from fi_core.integrations.sglang.experts import Experts, Method, check_runner
+    from fi_core.integrations.sglang.experts import Experts, Fp8Method, Method, check_runner
     from fi_core.integrations.sglang.gdn import Dispatcher
 
     choices.add_attention_backend_choices([NAME])
@@ -44,6 +45,7 @@ def register() -> None:
     choices.add_moe_runner_backend_choices([NAME])
     register_moe_runner_core(NAME, Experts)
     HookRegistry.register(_UNQUANTIZED, Method, HookType.REPLACE)
+    HookRegistry.register(_FP8, Fp8Method, HookType.REPLACE)
     HookRegistry.register(_RUNNER, check_runner, HookType.BEFORE)
 
 

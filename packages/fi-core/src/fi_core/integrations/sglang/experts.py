@@ -1,7 +1,8 @@
-"""SGLang's experts with 16-bit weights, on fi's kernels."""
+"""SGLang's experts on fi's kernels: weights of 16 bits, and of fp8 with scales of 128 x 128."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,10 @@ from sglang.srt.layers.moe.moe_runner import MoeRunner
 from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.moe.utils import get_moe_runner_backend, resolve_moe_runner_backend
+from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 
+from fi_core.autotuner import autotune
 from fi_core.fused_moe import cutlass_fused_moe
 from fi_core.integrations.sglang import refusals
 from fi_core.tllm_enums import ActivationType
@@ -18,6 +21,7 @@ from fi_core.tllm_enums import ActivationType
 if TYPE_CHECKING:
     import torch
 
+_BLOCK = [128, 128]  # rows and columns that share an fp8 scale
 _ACTIVATIONS = {"silu": ActivationType.Swiglu, "gelu": ActivationType.Geglu}
 
 
@@ -31,7 +35,7 @@ def is_selected() -> bool:
 def check_runner(runner: Any, runner_backend: Any, *arguments: Any, **options: Any) -> None:
     """A hook before `MoeRunner.__init__`: no layer gets another runner without a word."""
     if is_selected() and runner_backend.value != "fi":
-        _refuse("quantization", "experts of 16-bit weights", f"a layer of the runner {runner_backend.value}")
+        _refuse("quantization", "experts of 16-bit or fp8 weights", f"a layer of the runner {runner_backend.value}")
     if is_selected() and (options.get("lora_enabled") or any(arguments[1:])):
         _refuse("--enable-lora", "its absence", True)
 
@@ -49,6 +53,30 @@ class Method(UnquantizedFusedMoEMethod):  # type: ignore[misc]
             return
         self.moe_runner_config = moe_runner_config
         self.runner = MoeRunner(resolve_moe_runner_backend("fi"), moe_runner_config)
+
+
+class Fp8Method(Fp8MoEMethod):  # type: ignore[misc]
+    """SGLang's method for weights of fp8; with `--moe-runner-backend fi` its runner is fi's."""
+
+    @property
+    def load_up_proj_weight_first(self) -> bool:
+        return is_selected()
+
+    def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
+        if not is_selected():
+            super().create_moe_runner(layer, moe_runner_config)
+            return
+        if self.use_mxfp8 or self.is_fp4_expert or not self.quant_config.is_checkpoint_fp8_serialized:
+            _refuse("quantization", "experts of 16-bit or fp8 weights", "mxfp8, fp4, or weights that SGLang quantizes")
+        if self.weight_block_size is None or list(self.weight_block_size) != _BLOCK:
+            _refuse("weight_block_size", str(_BLOCK), self.weight_block_size)
+        self.moe_runner_config = moe_runner_config
+        self.runner = MoeRunner(resolve_moe_runner_backend("fi"), moe_runner_config)
+
+    def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
+        if not is_selected():
+            return super().apply(layer, dispatch_output)
+        return self.runner.run(dispatch_output, self.get_triton_quant_info(layer))
 
 
 class Experts(DispatchMoeRunnerCore):  # type: ignore[misc]
@@ -91,19 +119,25 @@ class Experts(DispatchMoeRunnerCore):  # type: ignore[misc]
     def run_from_dispatch(self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None) -> Any:
         """SGLang's combine input `[tokens, hidden]`: a partial sum, if ranks share the experts or their columns."""
         x, (scales, ids, _) = dispatch_output.hidden_states, dispatch_output.topk_output
+        is_tuned = self._of_layer is not None
         if self._of_layer is None:
             self._of_layer = self._activation(quant_info.w13_weight)
+            if quant_info.w13_scale is not None:
+                self._of_layer["quant_scales"] = [quant_info.w13_scale, quant_info.w2_scale]
+                self._of_layer["use_deepseek_fp8_block_scale"] = True
         if runner_config.routed_scaling_factor is not None:
             scales = scales * runner_config.routed_scaling_factor
-        out = cutlass_fused_moe(
-            x,
-            ids,
-            scales,
-            quant_info.w13_weight,
-            quant_info.w2_weight,
-            x.dtype,
-            fc1_expert_biases=quant_info.b13,
-            fc2_expert_biases=quant_info.b2,
-            **self._of_layer,
-        )
+        # The first call is one of SGLang's start. Behind it every kernel of the layer is loaded.
+        with contextlib.nullcontext() if is_tuned else autotune():
+            out = cutlass_fused_moe(
+                x,
+                ids,
+                scales,
+                quant_info.w13_weight,
+                quant_info.w2_weight,
+                x.dtype,
+                fc1_expert_biases=quant_info.b13,
+                fc2_expert_biases=quant_info.b2,
+                **self._of_layer,
+            )
         return StandardCombineInput(hidden_states=out)

@@ -147,27 +147,36 @@ def stage_of(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(map(row.get, ("model", "sampling", "traced", "batch")))
 
 
+PEERS = {"own": "over vLLM's own kernels", "FlashInfer": "over FlashInfer"}
+
+
 def stages_table() -> str:
-    """Models in an engine: fi's plugin over the engine's own kernels, FlashAttention-3 and Triton's experts."""
+    """Models in an engine: fi's plugin over the engine's own kernels, FlashAttention-3 and Triton's experts, and over
+    FlashInfer where a run had it.
+    """
     found = [row for row in rows("vllm") if "model" in row]
-    own = {stage_of(row): row for row in found if row["kernels"] == "own"}
+    by = {(row["kernels"], stage_of(row)): row for row in found}
+    peers = [name for name in PEERS if any(row["kernels"] == name for row in found)]
+
+    def cells(row: dict[str, Any], name: str, peers: list[str]) -> list[str]:
+        """The plugin's number, and what it gains over each peer."""
+        if name not in row:
+            return [""] * (1 + len(peers))
+        faster = 1 if name == "tok_s" else -1
+        theirs = [by.get((peer, stage_of(row)), {}).get(name) for peer in peers]
+        text = f"{row[name]:,}" if name == "tok_s" else f"{row[name]:.2f} ms"
+        return [text, *("" if x is None else f"{(row[name] / x) ** faster:.2f}x" for x in theirs)]
+
     lines = []
     for row in (row for row in found if row["kernels"] == "plugin"):
-        peer = own[stage_of(row)]
         if "batch" in row:
-            stage = f"a decode step, batch {row['batch']}"
-            cells = [
-                cell
-                for name in ("step_ms", "graph_ms")
-                for cell in ((f"{row[name]:.2f} ms", f"{peer[name] / row[name]:.2f}x") if name in row else ("", ""))
-            ]
+            stage, name = f"a decode step, batch {row['batch']}", "step_ms"
         elif "busy_ms" in row:
-            stage = "a step of 8,192 tokens with prompts, busy"
-            cells = [f"{row['busy_ms']:.2f} ms", f"{peer['busy_ms'] / row['busy_ms']:.2f}x", "", ""]
+            stage, name = "a step of 8,192 tokens with prompts, busy", "busy_ms"
         else:
-            stage = f"tokens/s, {row['sampling']}"
-            cells = [f"{row['tok_s']:,}", f"{row['tok_s'] / peer['tok_s']:.2f}x", "", ""]
-        lines.append((f"vLLM {row['vllm']}", row["model"], stage, *cells))
-    gain = "over vLLM's own kernels"
-    head = ("engine", "model", "stage", "plugin with `FI_VLLM_LAYERS=1`", gain, "its CUDA graph", gain)
+            stage, name = f"tokens/s, {row['sampling']}", "tok_s"
+        first = f"vLLM {row['vllm']}", row["model"], stage
+        lines.append((*first, *cells(row, name, peers), *cells(row, "graph_ms", ["own"])))
+    gains = [PEERS[name] for name in peers]
+    head = ("engine", "model", "stage", "plugin with `FI_VLLM_LAYERS=1`", *gains, "its CUDA graph", PEERS["own"])
     return table(head, lines, left=3)

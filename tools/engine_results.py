@@ -1,15 +1,17 @@
 """Adds a run of an engine to benchmarks/results and fills the tables: python tools/engine_results.py summary.jsonl...
 
 summary.jsonl has a line for each latency, each batch of requests that an engine was timed with, and each window of
-steps whose kernels were traced, by tags such as pl-deep (fi's plugin) and fa-deep (the engine's own kernels). Rows of
-the same model and stage are replaced.
+steps whose kernels were traced, by tags such as pl-deep (fi's plugin), fl-deep (FlashInfer) and fa-deep (the engine's
+own kernels); the median of several batches of one kind. Rows of the same model and stage are replaced.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ MODELS = {
     "gdnbench": "4 layers like Qwen3-Next, 64 experts, bf16",
     "gptossbench": "8 layers of gpt-oss-20b, mxfp4 experts",
 }
+KERNELS = {"pl": "plugin", "fl": "FlashInfer"}  # others are the engine's own
 SAMPLING = ("greedy", "top-k and top-p")  # of even and odd seeds
 
 
@@ -36,9 +39,10 @@ def build_us(host_us: dict[str, list[float]], kind: str) -> float:
 
 def rows(lines: Iterable[dict[str, Any]], version: str = "0.24.0") -> Iterator[dict[str, Any]]:
     """The rows of the lines that are times of models in MODELS."""
+    batches: dict[tuple[Any, ...], list[float]] = defaultdict(list)  # tokens/s of one kind, by the items of their row
     for line in lines:
         kernels, _, stage = line["tag"].partition("-")
-        row = {"model": MODELS.get(stage), "kernels": "plugin" if kernels == "pl" else "own", "vllm": version}
+        row = {"model": MODELS.get(stage), "kernels": KERNELS.get(kernels, "own"), "vllm": version}
         if row["model"] is None:
             continue
         if line.get("kind") == "latency":
@@ -46,9 +50,12 @@ def rows(lines: Iterable[dict[str, Any]], version: str = "0.24.0") -> Iterator[d
             build = {f"build_{kind}_us": build_us(line["host_us"], kind) for kind in ("decode", "mixed")}
             yield row | {"batch": line["batch"]} | times | build
         elif line.get("kind") == "bench":
-            yield row | {"sampling": SAMPLING[line["seed"] % 2], "tok_s": line["tok_s"]}
+            kind = *row.items(), ("sampling", SAMPLING[line["seed"] % 2])
+            batches[kind].append(line["tok_s"])
         elif line.get("steps") and line["window"].startswith("mixed"):
             yield row | {"traced": "prompts", "busy_ms": round(line["busy_ms"] / line["steps"], 3)}
+    for items, tok_s in batches.items():
+        yield dict(items) | {"tok_s": round(statistics.median(tok_s))}
 
 
 def place(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -57,7 +64,7 @@ def place(row: dict[str, Any]) -> tuple[Any, ...]:
         return (-1,)
     model = list(MODELS.values()).index(row["model"])
     stage = "sampling" not in row, "traced" not in row, row.get("batch", 0)
-    return model, row["kernels"] == "plugin", *stage
+    return model, ("own", *KERNELS.values()).index(row["kernels"]), *stage
 
 
 def main(paths: list[str]) -> None:

@@ -39,6 +39,7 @@ SEAMS = {
         "vllm/v1/attention/backends/utils.py": ("PerLayerParameters", "get_per_layer_parameters"),
         "vllm/v1/kv_cache_layout.py": ("KVCacheLayout",),
         "vllm/_custom_ops.py": ("reshape_and_cache_flash",),
+        "vllm/triton_utils/jit_monitor.py": ("activate",), "vllm/utils/jit_monitor.py": ("activate",),
         "vllm/ir/op.py": ("IrOp.register_impl",),
         "vllm/ir/ops/layernorm.py": ("rms_norm", "fused_add_rms_norm"),
         "vllm/model_executor/custom_op.py": ("CustomOp.register_oot", "PluggableLayer.register_oot"),

@@ -312,6 +312,9 @@ def install(version: str, patch: pytest.MonkeyPatch) -> ModuleType:
         module = ModuleType(name)
         vars(module).update(contents, __path__=[])
         patch.setitem(sys.modules, name, module)
+    monitor = ModuleType(models.MONITORS[version.startswith("0.24")])
+    vars(monitor).update(activate=models.activate_of(version))
+    patch.setitem(sys.modules, monitor.__name__, monitor)
     for path, name in (("qwen3", "Qwen3Attention"), ("qwen3_moe", "Qwen3MoeAttention")):
         vars(sys.modules[f"vllm.model_executor.models.{path}"])[name] = models.attention_of_qwen3(name)
     norms = {"rms_norm": IrOp(_rms_norm), "fused_add_rms_norm": IrOp(_fused_add_rms_norm)}
@@ -321,6 +324,7 @@ def install(version: str, patch: pytest.MonkeyPatch) -> ModuleType:
         ".attention",
         ".backend",
         ".gdn",
+        ".late",
         ".layers",
         ".mla",
         ".mla_prompts",

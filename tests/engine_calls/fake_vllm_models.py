@@ -363,6 +363,22 @@ def sampling() -> dict[str, Any]:
     return {f.__name__: f for f in (flashinfer_sampler_supported, flashinfer_sample)}
 
 
+MONITORS = ("vllm.utils.jit_monitor", "vllm.triton_utils.jit_monitor")  # of 0.33 and of 0.24
+ACTIVATED: list[dict[str, Any]] = []
+
+
+def activate_of(version: str) -> Callable[..., None]:
+    """The end of a worker's warm-up, for the plugin to change."""
+
+    def activate(*, verbose: bool = False) -> None:
+        ACTIVATED.append({"verbose": verbose})
+
+    def activate_by_mode(*, mode: str = "warn", verbose: bool = False) -> None:
+        ACTIVATED.append({"mode": mode, "verbose": verbose})
+
+    return activate if version.startswith("0.24") else activate_by_mode
+
+
 def attention_of_qwen3(name: str) -> type:
     """A class for the plugin to change."""
     return type(name, (Qwen3Attention,), {"forward": Qwen3Attention.forward})
@@ -414,7 +430,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "vllm.envs": {"VLLM_USE_FLASHINFER_SAMPLER": True},
     "vllm.v1.sample": {}, "vllm.v1.sample.ops": {}, "vllm.v1.sample.ops.topk_topp_sampler": sampling(),
     "vllm.v1.worker.gpu.sample.sampler": sampling(),
-    "vllm.model_executor.models": {},
+    "vllm.triton_utils": {}, "vllm.utils": {}, "vllm.model_executor.models": {},
     "vllm.model_executor.models.qwen3": {}, "vllm.model_executor.models.qwen3_moe": {},  # by `install`
     "vllm.v1.attention.backends.mla": {}, "vllm.v1.attention.backends.mla.prefill": {},
     "vllm.v1.attention.backends.mla.prefill.base": {

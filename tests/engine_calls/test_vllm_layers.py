@@ -10,7 +10,9 @@ import torch
 
 from engine_calls import fake_vllm
 from engine_calls.fake_vllm import PLUGIN, recorded
+from engine_calls.fake_vllm_models import ACTIVATED, MONITORS
 from families.harness import assert_close, rand
+from fi_core import ahead
 
 
 @pytest.fixture
@@ -28,6 +30,18 @@ def test_layers_are_replaced_on_request_only(version: str, monkeypatch: pytest.M
     fake_vllm.install(version, monkeypatch).register()
     assert not fake_vllm.CustomOp.replaced
     assert list(sys.modules["vllm.ir"].ops.rms_norm.impls) == ["native"]
+
+
+def test_late_compiles_are_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the end of vLLM's warm-up on, whose own monitor still begins."""
+    told: list[bool] = []
+    monkeypatch.setattr(ahead, "serving", lambda: told.append(True))
+    fake_vllm.install(version, monkeypatch).register()
+    monitor = next(sys.modules[name] for name in MONITORS if hasattr(sys.modules.get(name), "activate"))
+    options = {name.lstrip("*").rstrip("="): "error" for name in recorded(version)["activate"]}
+    assert not told
+    monitor.activate(**options)  # type: ignore[attr-defined]
+    assert told == [True] and ACTIVATED.pop() == options
 
 
 def test_norms(layers: Any, version: str, device: str) -> None:

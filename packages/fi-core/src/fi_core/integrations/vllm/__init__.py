@@ -48,6 +48,9 @@ def register() -> None:
         invariance.word.value += 1  # never closed: it is the engine's for the whole process
     if not MLAPrefillBackendEnum.CUSTOM.is_overridden():
         register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, PROMPTS)
+    from fi_core.integrations.vllm import late
+
+    late.register()
     if env.vllm_layers:
         from fi_core.integrations.vllm import layers
 

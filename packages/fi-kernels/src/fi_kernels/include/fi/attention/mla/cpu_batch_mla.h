@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "fi/attention/cpu/block.h"
 #include "fi/attention/mla/batch_mla.h"
 #include "fi/cpu/math.h"
 #include "fi/cpu/parallel.h"
@@ -10,17 +11,6 @@
 
 namespace fi {
 
-FI_CLONES inline float mla_dot(const float* a, const float* b, int64_t n) {
-  float sum = 0.f;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
-  return sum;
-}
-// out = out * alpha + weight * x
-FI_CLONES inline void mla_accumulate(float* out, float alpha, float weight, const float* x, int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) out[i] = out[i] * alpha + weight * x[i];
-}
 FI_CLONES inline void mla_scale(float* x, float factor, int64_t n) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) x[i] *= factor;
@@ -112,8 +102,7 @@ class CpuBatchMla {
     std::fill_n(row_sum, heads, 0.f);
     for (int32_t first = of.begin; first < of.end; first += kMlaKvTile) {
       const int32_t count = load_tile(request, first, std::min(kMlaKvTile, of.end - first), keys);
-      for (int32_t h = 0; h < heads && count > 0; ++h)
-        add_tile(queries + h * kMlaWidth, keys, count, out + h * kMlaLatent, row_max[h], row_sum[h]);
+      if (count > 0) add_tile(queries, keys, heads, count, out, row_max, row_sum);
     }
   }
 
@@ -153,21 +142,19 @@ class CpuBatchMla {
     std::fill_n(to + kMlaLatent, kMlaRope, 0.f);
   }
 
-  void add_tile(const float* q, const float* keys, int32_t count, float* out, float& row_max, float& row_sum) const {
-    float scores[kMlaKvTile], top = row_max;
-    for (int32_t i = 0; i < count; ++i) {
-      scores[i] = mla_dot(q, keys + i * kMlaWidth, kMlaWidth) * p_.score_factor();
-      top = std::max(top, scores[i]);
+  // Adds a tile to the states of all heads: the products are of all of them, so that a key is loaded once.
+  void add_tile(const float* queries, const float* keys, int32_t heads, int32_t count, float* out, float* row_max,
+                float* row_sum) const {
+    float scores[kHeads * kMlaKvTile];
+    cpu::dots({{queries, kMlaWidth, 1}, keys, scores, kMlaWidth, kMlaKvTile, heads, count, kMlaWidth, false});
+    for (int32_t h = 0; h < heads; ++h) {
+      float* row = scores + h * kMlaKvTile;
+      mla_scale(row, p_.score_factor(), count);
+      std::fill(row + count, row + cpu::padded(count), kMinusInf);
+      const float rescale = cpu::softmax_row<16>(row, cpu::padded(count), row_max + h, row_sum + h);
+      if (rescale != 1.f) mla_scale(out + h * kMlaLatent, rescale, kMlaLatent);
     }
-    const float base = softmax_reference(top);
-    float alpha = softmax_exp2<CpuMath>(row_max, base);
-    row_sum *= alpha;
-    for (int32_t i = 0; i < count; ++i, alpha = 1.f) {
-      const float weight = softmax_exp2<CpuMath>(scores[i], base);
-      row_sum += weight;
-      mla_accumulate(out, alpha, weight, keys + i * kMlaWidth, kMlaLatent);
-    }
-    row_max = top;
+    cpu::multiply({{scores, kMlaKvTile, 1}, keys, out, kMlaWidth, kMlaLatent, heads, kMlaLatent, count, true});
   }
 
   static const char* at(const void* base, int64_t offset, int64_t bytes) {

@@ -7,10 +7,9 @@
 #include "fi/host/kernel.h"
 
 #if !FI_CUDA
-#include <vector>
-
-#include "fi/cpu/convert.h"
-#include "fi/cpu/parallel.h"
+#include "fi/cpu/aligned_floats.h"
+#include "fi/cpu/products.h"
+#include "fi/cpu/row_convert.h"
 #endif
 
 namespace fi {
@@ -41,33 +40,36 @@ void launch(const Kernel& kernel, const GemmFp32WeightsParams& p, const GemmFp32
   kernel.launch(entry, launch, device, p);
 }
 #else
-// As the GPU does, each term has sums of its own, of every 16th k.
+// The products of fp32 by FMA are exact, so a weight needs no terms. The order of a sum depends on k only.
 void run_cpu(const GemmFp32WeightsParams& p) {
-  constexpr int64_t kLanes = 16;
-  const int64_t k = ceil_of(p.k, kLanes) * kLanes;
-  cpu::parallel_for(p.n, std::max<int64_t>(1, 65536 / k), [&](int64_t begin, int64_t end) {
-    std::vector<float> terms(static_cast<size_t>(kFp32WeightsTerms * k)), tokens(static_cast<size_t>(k));
-    for (int64_t row = begin; row < end; ++row) {
-      for (int64_t i = 0; i < p.k; ++i) {
-        const Bf16Terms x = Bf16Terms::split(p.b[row * p.b_row_stride + i], cpu::bits_float, cpu::float_bits);
-        for (int t = 0; t < kFp32WeightsTerms; ++t) terms[static_cast<size_t>(t * k + i)] = x.of[t];
-      }
-      for (int64_t token = 0; token < p.m; ++token) {
-        const uint16_t* from = p.a + token * p.a_row_stride;
-        for (int64_t i = 0; i < p.k; ++i) tokens[static_cast<size_t>(i)] = cpu::bits_float(uint32_t{from[i]} << 16);
-        float sum[kFp32WeightsTerms] = {};
-        for (int t = 0; t < kFp32WeightsTerms; ++t) {
-          float lanes[kLanes] = {};
-          const float* term = terms.data() + t * k;
-          for (int64_t i = 0; i < k; i += kLanes)
-            for (int64_t lane = 0; lane < kLanes; ++lane)
-              lanes[lane] += term[i + lane] * tokens[static_cast<size_t>(i + lane)];
-          for (const float lane : lanes) sum[t] += lane;
-        }
-        p.out[token * p.out_row_stride + row] = sum_of_terms(sum);
-      }
-    }
-  });
+  constexpr int64_t kBlock = 32, kTokens = 512;  // rows of b that stay in L2, tokens that are converted at once
+  const int64_t k = cpu::padded(p.k);
+  const cpu::AlignedFloats tokens(std::min<int64_t>(p.m, kTokens) * k);
+  for (int64_t first = 0; first < p.m; first += kTokens) {
+    const int64_t count = std::min(kTokens, p.m - first);
+    for (int64_t i = 0; i < count; ++i)
+      cpu::row_loader(kBF16)(p.a + (first + i) * p.a_row_stride, tokens.data() + i * k, p.k);
+    cpu::parallel_for(ceil_of(p.n, kBlock), std::max<int64_t>(1, 65536 / (kBlock * k)),
+                      [&](int64_t begin, int64_t end) {
+                        const cpu::AlignedFloats rows(k == p.k ? 0 : kBlock * k);
+                        for (int64_t row = begin * kBlock; row < std::min<int64_t>(end * kBlock, p.n); row += kBlock) {
+                          const int64_t columns = std::min(kBlock, p.n - row);
+                          const float* b = p.b + row * p.b_row_stride;
+                          for (int64_t i = 0; i < columns && k != p.k; ++i)
+                            std::copy_n(b + i * p.b_row_stride, p.k, rows.data() + i * k);
+                          float* out = p.out + first * p.out_row_stride + row;
+                          cpu::dots({{tokens.data(), k, 1},
+                                     k == p.k ? b : rows.data(),
+                                     out,
+                                     k == p.k ? p.b_row_stride : k,
+                                     p.out_row_stride,
+                                     count,
+                                     columns,
+                                     k,
+                                     false});
+                        }
+                      });
+  }
 }
 #endif
 

@@ -8,7 +8,7 @@
 #include "fi/lora/contract.h"
 
 #if !FI_CUDA
-#include "fi/cpu/math.h"
+#include "fi/cpu/products.h"
 #include "fi/cpu/row_convert.h"
 #endif
 
@@ -16,12 +16,18 @@ namespace fi {
 namespace {
 
 #if !FI_CUDA
-FI_CLONES float dot(const float* x, const float* y, int64_t n) {
-  float sum = 0.f;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) sum += x[i] * y[i];
-  return sum;
+FI_CLONES void multiply(float* x, float factor, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) x[i] *= factor;
 }
+FI_CLONES void add(float* x, const float* y, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) x[i] += y[i];
+}
+
+// Rows of weights of k columns, or of none, that are converted at once: they stay in L1 or L2, and eight sums hide
+// their latency.
+int64_t rows_of_block(int64_t k) { return std::clamp<int64_t>(16384 / cpu::padded(std::max<int64_t>(k, 1)), 8, 64); }
 
 // The products of a pair, of one slice after another.
 struct CpuPair {
@@ -35,11 +41,21 @@ struct CpuPair {
     const void* first = w.table ? reinterpret_cast<const void*>(w.table[expert]) : w.first;
     return static_cast<const char*>(first) + at * dtype.bytes();
   }
-  void multiply(const LoraWeights& w, const float* x, int64_t n, float* out, int64_t rows, float* row) const {
+  // out = w x, of w [rows, n]; x is padded with zeros, and block has room for rows_of_block(n) padded rows.
+  void multiply(const LoraWeights& w, const float* x, int64_t n, float* out, int64_t rows, float* block) const {
     const cpu::LoadRow load = cpu::row_loader(dtype);
-    for (int64_t i = 0; i < rows; ++i) {
-      load(weights(w, i), row, n);
-      out[i] = dot(row, x, n);
+    const int64_t pitch = cpu::padded(n), most = rows_of_block(n);
+    for (int64_t first = 0; first < rows; first += most) {
+      const int64_t count = std::min(most, rows - first);
+      if (w.row_stride == pitch) {
+        load(weights(w, first), block, count * pitch);
+      } else {
+        for (int64_t i = 0; i < count; ++i) {
+          load(weights(w, first + i), block + i * pitch, n);
+          std::fill(block + i * pitch + n, block + (i + 1) * pitch, 0.f);
+        }
+      }
+      cpu::dots({{x, pitch, 1}, block, out + first, pitch, count, 1, count, pitch, false});
     }
   }
 };
@@ -48,8 +64,10 @@ void run_pair(const LoraDeltaParams& p, const LoraDeltaArgs& a, DType dtype, int
   const int32_t key = p.pairs.key_of(pair);
   const cpu::LoadRow load = cpu::row_loader(a.x.dtype()), load_out = cpu::row_loader(a.out.dtype());
   const cpu::StoreRow store = cpu::row_storer(a.out.dtype()), round = cpu::row_storer(dtype);
-  const int64_t most = std::max<int64_t>({p.in, p.rank, p.columns});
-  float *x = scratch, *h = x + most, *out = h + p.rank, *old = out + most, *row = old + most, *rounded = row + most;
+  const int64_t most = cpu::padded(std::max<int64_t>({p.in, p.rank, p.columns})), rank = cpu::padded(p.rank);
+  float *x = scratch, *h = x + most, *rounded = h + rank, *out = rounded + rank, *old = out + most, *block = old + most;
+  std::fill(x + p.in, x + most, 0.f);
+  std::fill(h + p.rank, h + rank, 0.f);
   if (p.fills(key)) {
     const bool shrinks = a.stage == kLoraShrink;
     const int64_t n = shrinks ? p.rank : p.columns;
@@ -62,10 +80,10 @@ void run_pair(const LoraDeltaParams& p, const LoraDeltaArgs& a, DType dtype, int
   const float scale = p.scale_of(key >> 16);
   const int64_t from = p.per_pair ? pair : p.pairs.token_of(pair);
   const auto finish = [&](int64_t at, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) out[i] *= scale;
+    multiply(out, scale, n);
     if (p.add) {
       load_out(a.out.at(at), old, n);
-      for (int64_t i = 0; i < n; ++i) out[i] += old[i];
+      add(out, old, n);
     }
     store(out, a.out.at(at), n);
   };
@@ -75,21 +93,22 @@ void run_pair(const LoraDeltaParams& p, const LoraDeltaArgs& a, DType dtype, int
     if (a.stage == kLoraExpand)
       load(a.x.at(s * p.x_slice_stride + pair * p.x_row_stride), h, p.rank);
     else
-      own.multiply(slice.a, x, p.in, a.stage == kLoraShrink ? out : h, p.rank, row);
+      own.multiply(slice.a, x, p.in, a.stage == kLoraShrink ? out : h, p.rank, block);
     if (a.stage == kLoraShrink) {
       finish(s * p.out_slice_stride + pair * p.out_row_stride, p.rank);
       continue;
     }
     round(h, rounded, p.rank);
     cpu::row_loader(dtype)(rounded, h, p.rank);
-    own.multiply(slice.b, h, p.rank, out, slice.columns, row);
+    own.multiply(slice.b, h, p.rank, out, slice.columns, block);
     finish(pair * p.out_row_stride + p.begin_of(s), slice.columns);
   }
 }
 
 void run_cpu(const LoraDeltaParams& p, const LoraDeltaArgs& a, DType dtype) {
-  const int64_t most = std::max<int64_t>({p.in, p.rank, p.columns});
-  cpu::for_rows(p.pairs.count, int64_t{p.slice_count} * p.rank * (p.in + p.columns), 5 * most + p.rank,
+  const int64_t most = cpu::padded(std::max<int64_t>({p.in, p.rank, p.columns})), rank = cpu::padded(p.rank);
+  const int64_t block = std::max(rows_of_block(p.in) * cpu::padded(p.in), rows_of_block(p.rank) * rank);
+  cpu::for_rows(p.pairs.count, int64_t{p.slice_count} * p.rank * (p.in + p.columns), 3 * most + 2 * rank + block,
                 [&](int64_t pair, float* scratch) { run_pair(p, a, dtype, static_cast<int32_t>(pair), scratch); });
 }
 #endif

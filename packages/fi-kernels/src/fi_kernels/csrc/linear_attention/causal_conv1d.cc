@@ -6,7 +6,6 @@
 
 #if !FI_CUDA
 #include <array>
-#include <cstring>
 
 #include "fi/cpu/math.h"
 #include "fi/cpu/row_convert.h"
@@ -32,6 +31,14 @@ FI_CLONES void conv_row(const float* const* rows, const float* weight, const flo
   if (!silu) return;
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) out[i] = cpu::silu(out[i]);
+}
+
+// Copies n elements, of strides in elements.
+template <class Bits>
+void copy_as(const void* from, int64_t from_stride, void* to, int64_t to_stride, int64_t n) {
+  const auto* source = static_cast<const Bits*>(from);
+  auto* target = static_cast<Bits*>(to);
+  for (int64_t i = 0; i < n; ++i) target[i * to_stride] = source[i * from_stride];
 }
 
 // The channels [first, first + count) of a sequence of the call.
@@ -67,29 +74,28 @@ struct Piece {
     any_input(t, [&](const char* x, int64_t stride) {
       if (!x) return (void)std::fill_n(to, count, 0.f);
       if (stride == 1) return load_row(x, to, count);
-      for (int64_t i = 0; i < count; ++i) load_row(x + i * stride * dtype.bytes(), to + i, 1);
+      std::array<float, kPieceChannels> elements;
+      copy(x, stride, elements.data(), 1);
+      load_row(elements.data(), to, count);
     });
+  }
+  void copy(const void* from, int64_t from_stride, void* to, int64_t to_stride) const {
+    (dtype.bytes() == 4 ? copy_as<uint32_t> : copy_as<uint16_t>)(from, from_stride, to, to_stride, count);
   }
   void store(const float* x, int64_t t) const {
     const cpu::StoreRow store_row = cpu::row_storer(dtype);
     if (p.out_strides[2] == 1) return store_row(x, output(t), count);
-    for (int64_t i = 0; i < count; ++i) store_row(x + i, output(t) + i * p.out_strides[2] * dtype.bytes(), 1);
+    std::array<float, kPieceChannels> elements;
+    store_row(x, elements.data(), count);
+    copy(elements.data(), 1, output(t), p.out_strides[2]);
   }
   // The state after so many tokens: bits, from the oldest input on, so that it may move within its slot.
   void store_state(int64_t slot, int64_t after) const {
     const int64_t inputs = p.accepted.data ? width - 2 + after : width - 1;
-    const auto bytes = static_cast<size_t>(dtype.bytes());
+    constexpr uint32_t zero = 0;
     for (int64_t i = 0; i < inputs; ++i)
-      any_input(after - inputs + i, [&](const char* x, int64_t stride) {
-        char* to = state(slot, i);
-        for (int64_t c = 0; c < count; ++c) {
-          char* own = to + c * p.state_strides[1] * dtype.bytes();
-          if (x) {
-            std::memmove(own, x + c * stride * dtype.bytes(), bytes);
-          } else {
-            std::memset(own, 0, bytes);
-          }
-        }
+      any_input(after - inputs + i, [&](const void* x, int64_t stride) {
+        copy(x ? x : &zero, stride, state(slot, i), p.state_strides[1]);
       });
   }
 };
@@ -104,13 +110,14 @@ void compute_tile(const Piece& piece, int64_t begin, int64_t end, float* scratch
     return;
   }
   const cpu::LoadRow load_row = cpu::row_loader(piece.dtype);
-  for (int64_t i = 0; i < n; ++i) {
-    for (int64_t k = 0; k < width; ++k)
-      load_row(piece.at(p.weight, (piece.first + i) * p.weight_strides[0] + k * p.weight_strides[1]),
-               weight + k * n + i, 1);
-    if (p.bias) load_row(piece.at(p.bias, (piece.first + i) * p.bias_stride), bias + i, 1);
+  for (int64_t k = 0; k < width; ++k) {
+    piece.copy(piece.at(p.weight, piece.first * p.weight_strides[0] + k * p.weight_strides[1]), p.weight_strides[0],
+               out, 1);
+    load_row(out, weight + k * n, n);
   }
-  if (!p.bias) std::fill_n(bias, n, 0.f);
+  std::fill_n(out, n, 0.f);
+  if (p.bias) piece.copy(piece.at(p.bias, piece.first * p.bias_stride), p.bias_stride, out, 1);
+  load_row(out, bias, n);
   std::array<const float*, kMostWidth> window{};
   const auto row_of = [&](int64_t t) { return rows + (t + width) % width * n; };
   for (int64_t t = begin - width + 1; t < end; ++t) {

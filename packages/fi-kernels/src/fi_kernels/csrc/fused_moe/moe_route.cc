@@ -5,10 +5,10 @@
 
 #if !FI_CUDA
 #include <algorithm>
-#include <cmath>
-#include <numeric>
 #include <vector>
 
+#include "fi/cpu/math.h"
+#include "fi/cpu/reduce.h"
 #include "fi/cpu/row_convert.h"
 #endif
 
@@ -16,57 +16,65 @@ namespace fi {
 namespace {
 
 #if !FI_CUDA
-constexpr float kLowest = -INFINITY;
+constexpr float kLowest = -HUGE_VALF;
 
-float sigmoid(float x) { return 1.f / (1.f + std::exp(-x)); }
-
-// The first `count` of [0, scores.size()) by score; ties to the lower number.
-std::vector<int32_t> largest(const std::vector<float>& scores, int64_t count) {
-  std::vector<int32_t> order(scores.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::partial_sort(order.begin(), order.begin() + count, order.end(), [&](int32_t a, int32_t b) {
-    const float x = scores[static_cast<size_t>(a)], y = scores[static_cast<size_t>(b)];
-    return x > y || (x == y && a < b);
-  });
-  order.resize(static_cast<size_t>(count));
-  return order;
-}
-
-void keep_groups(std::vector<float>& scores, int64_t n_group, int64_t topk_group) {
-  const auto size = static_cast<size_t>(static_cast<int64_t>(scores.size()) / n_group);
-  std::vector<float> of_group;
-  for (size_t g = 0; g < static_cast<size_t>(n_group); ++g) {
-    std::vector<float> own(scores.begin() + static_cast<int64_t>(g * size),
-                           scores.begin() + static_cast<int64_t>((g + 1) * size));
-    std::sort(own.rbegin(), own.rend());
-    of_group.push_back(size > 1 ? own[0] + own[1] : own[0]);
+// logits = row, or -inf for NaN; scores = what experts are chosen by, less the bias.
+template <bool kSigmoid>
+FI_CLONES void score(const float* row, float* logits, float* scores, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    logits[i] = cpu::select(row[i] == row[i], row[i], kLowest);
+    scores[i] = kSigmoid ? cpu::sigmoid(logits[i]) : logits[i];
   }
-  std::vector<bool> kept(static_cast<size_t>(n_group));
-  for (const int32_t g : largest(of_group, topk_group)) kept[static_cast<size_t>(g)] = true;
-  for (size_t e = 0; e < scores.size(); ++e)
-    if (!kept[e / size]) scores[e] = kLowest;
+}
+FI_CLONES float sum_of_exp(const float* x, float top, int64_t n) {
+  return cpu::sum(n, [=](int64_t i) __attribute__((always_inline)) { return cpu::exp(x[i] - top); });
 }
 
-void route(const MoeRouteParams& p, const float* bias, const float* row, int32_t* ids, float* weights) {
-  const auto experts = static_cast<size_t>(p.experts);
-  std::vector<float> logits(experts), scores(experts);
-  for (size_t e = 0; e < experts; ++e) {
-    logits[e] = row[e] == row[e] ? row[e] : kLowest;
-    scores[e] = routes_by_sigmoid(p.method) ? sigmoid(logits[e]) : logits[e];
-    if (bias && routes_by_bias(p.method)) scores[e] += bias[e];
+// The numbers of the `count` largest of n scores, in their order; ties to the lower number.
+void largest(const float* scores, int64_t n, int64_t count, int32_t* found) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (i >= count && !(scores[i] > scores[found[count - 1]])) continue;
+    int64_t place = std::min(i, count - 1);
+    for (; place > 0 && scores[i] > scores[found[place - 1]]; --place) found[place] = found[place - 1];
+    found[place] = static_cast<int32_t>(i);
+  }
+}
+
+void keep_groups(float* scores, int64_t experts, int64_t n_group, int64_t topk_group) {
+  const int64_t size = experts / n_group;
+  float of_group[kMostGroups];
+  int32_t kept[kMostGroups];
+  for (int64_t g = 0; g < n_group; ++g) {
+    int32_t two[2];
+    const float* own = scores + g * size;
+    largest(own, size, std::min<int64_t>(size, 2), two);
+    of_group[g] = size > 1 ? own[two[0]] + own[two[1]] : own[0];
+  }
+  largest(of_group, n_group, topk_group, kept);
+  for (int64_t g = 0; g < n_group; ++g)
+    if (std::find(kept, kept + topk_group, g) == kept + topk_group) std::fill_n(scores + g * size, size, kLowest);
+}
+
+// row: the logits; scores and logits: room for as many.
+void route(const MoeRouteParams& p, const float* bias, const float* row, float* logits, float* scores, int32_t* ids,
+           float* weights) {
+  (routes_by_sigmoid(p.method) ? score<true> : score<false>)(row, logits, scores, p.experts);
+  for (int32_t e = 0; e < p.experts && bias && routes_by_bias(p.method); ++e) scores[e] += bias[e];
+  for (int32_t e = 0; e < p.experts; ++e)
     if (scores[e] != scores[e]) scores[e] = kLowest;
-  }
-  if (p.n_group > 1) keep_groups(scores, p.n_group, p.topk_group);
-  const std::vector<int32_t> chosen = largest(scores, p.top_k);
-  const float top = *std::max_element(logits.begin(), logits.end());
-  float all = 0.f, total = 0.f, chosen_top = kLowest;
-  for (const float x : logits) all += std::exp(x - top);
-  for (const int32_t e : chosen) chosen_top = std::max(chosen_top, logits[static_cast<size_t>(e)]);
+  if (p.n_group > 1) keep_groups(scores, p.experts, p.n_group, p.topk_group);
+  largest(scores, p.experts, p.top_k, ids);
+  const bool by_softmax = p.method == kRouteDefault || p.method == kRouteRenormalizeNaive;
+  const float top = by_softmax ? *std::max_element(logits, logits + p.experts) : 0.f;
+  const float all = by_softmax ? sum_of_exp(logits, top, p.experts) : 1.f;
+  float total = 0.f, chosen_top = kLowest;
+  for (int32_t j = 0; j < p.top_k; ++j) chosen_top = std::max(chosen_top, logits[ids[j]]);
   for (int32_t j = 0; j < p.top_k; ++j) {
-    const float x = logits[static_cast<size_t>(ids[j] = chosen[static_cast<size_t>(j)])];
-    float weight = sigmoid(x);
-    if (p.method == kRouteDefault || p.method == kRouteRenormalizeNaive) weight = std::exp(x - top) / all;
-    if (p.method == kRouteRenormalize) weight = std::exp(x - chosen_top);
+    const float x = logits[ids[j]];
+    float weight = cpu::sigmoid(x);
+    if (by_softmax) weight = cpu::exp(x - top) / all;
+    if (p.method == kRouteRenormalize) weight = cpu::exp(x - chosen_top);
     if (p.method == kRouteTopK) weight = x;
     total += weights[j] = weight == weight ? weight : 0.f;
   }
@@ -83,12 +91,12 @@ void run_cpu(const MoeRouteParams& p, const MoeRouteArgs& a) {
   const cpu::StoreRow store = cpu::row_storer(a.weights.dtype());
   std::vector<float> bias(static_cast<size_t>(p.experts));
   if (p.bias) cpu::row_loader(a.bias.dtype())(p.bias, bias.data(), p.experts);
-  cpu::for_rows(p.tokens, 16 * p.experts, p.experts + p.top_k + p.shared, [&](int64_t token, float* row) {
-    float* weights = row + p.experts;
+  cpu::for_rows(p.tokens, 16 * p.experts, 3 * p.experts + p.top_k + p.shared, [&](int64_t token, float* row) {
+    float *logits = row + p.experts, *scores = logits + p.experts, *weights = scores + p.experts;
     load(a.logits.at(token * p.logits_row_stride), row, p.experts);
     const int64_t columns = p.top_k + p.shared;
     int32_t* ids = p.ids + token * columns;
-    route(p, p.bias ? bias.data() : nullptr, row, ids, weights);
+    route(p, p.bias ? bias.data() : nullptr, row, logits, scores, ids, weights);
     for (int32_t j = 0; j < p.shared; ++j) ids[p.top_k + j] = p.experts + j, weights[p.top_k + j] = 1.f;
     store(weights, a.weights.at(token * columns), columns);
     for (int32_t j = 0; p.replay && j < p.top_k; ++j) p.replay[token * p.top_k + j] = static_cast<int16_t>(ids[j]);

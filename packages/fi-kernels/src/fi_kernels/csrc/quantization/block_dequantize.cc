@@ -5,11 +5,6 @@
 #include "fi/host/tile.h"
 
 #if !FI_CUDA
-#include <algorithm>
-#include <vector>
-
-#include "fi/cpu/convert.h"
-#include "fi/cpu/parallel.h"
 #include "fi/cpu/row_convert.h"
 #endif
 
@@ -17,29 +12,35 @@ namespace fi {
 namespace {
 
 #if !FI_CUDA
-float element(const uint8_t* input, int64_t i, DType dtype) {
-  if (dtype == kE4M3) return cpu::to_float(cpu::e4m3_t{input[i]});
-  if (dtype == kE5M2) return cpu::to_float(cpu::e5m2_t{input[i]});
-  return cpu::e2m1_to_float(input[i / 2] >> (4 * (i % 2)) & 15u);
+FI_CLONES void load_e2m1(const uint8_t* codes, float* to, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t code = codes[i / 2] >> (4 * (i % 2)) & 15u;
+    to[i] = cpu::bits_float(cpu::detail::decode_magnitude<2, 1>(code & 7u) | (code & 8u) << 28);
+  }
+}
+FI_CLONES void multiply(float* x, float scale, float global_scale, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) x[i] = x[i] * scale * global_scale;
 }
 
 void run_cpu(const BlockDequantizeParams& p, DType dtype, DType out, bool ue8m0, int64_t batch) {
   const float global_scale = p.global_scale ? *p.global_scale : 1.f;
   const cpu::StoreRow store = cpu::row_storer(out);
-  cpu::parallel_for(batch * p.rows, std::max(1, 16384 / p.columns), [&](int64_t begin, int64_t end) {
-    std::vector<float> values(static_cast<size_t>(p.columns));
-    for (int64_t line = begin; line < end; ++line) {
-      const int64_t matrix = line / p.rows, row = line % p.rows;
-      const uint8_t* from = p.input + matrix * p.input_batch_stride + row * p.input_row_stride;
-      const uint8_t* scales = p.scales + matrix * p.scale_batch_stride;
-      for (int32_t column = 0; column < p.columns; ++column) {
-        const uint8_t code =
-            scales[scale_offset(p.layout, static_cast<int32_t>(row), column / p.block, p.scale_columns)];
-        const float scale = ue8m0 ? cpu::ue8m0_to_float(code) : cpu::to_float(cpu::e4m3_t{code});
-        values[static_cast<size_t>(column)] = element(from, column, dtype) * scale * global_scale;
-      }
-      store(values.data(), static_cast<char*>(p.out) + line * p.columns * out.bytes(), p.columns);
+  cpu::for_rows(batch * p.rows, p.columns, p.columns, [&](int64_t line, float* values) {
+    const int64_t matrix = line / p.rows, row = line % p.rows;
+    const uint8_t* from = p.input + matrix * p.input_batch_stride + row * p.input_row_stride;
+    const uint8_t* scales = p.scales + matrix * p.scale_batch_stride;
+    if (dtype == kU8)
+      load_e2m1(from, values, p.columns);
+    else
+      cpu::row_loader(dtype)(from, values, p.columns);
+    for (int32_t column = 0; column < p.columns; column += p.block) {
+      const uint8_t code = scales[scale_offset(p.layout, static_cast<int32_t>(row), column / p.block, p.scale_columns)];
+      const float scale = ue8m0 ? cpu::ue8m0_to_float(code) : cpu::to_float(cpu::e4m3_t{code});
+      multiply(values + column, scale, global_scale, p.block);
     }
+    store(values, static_cast<char*>(p.out) + line * p.columns * out.bytes(), p.columns);
   });
 }
 #endif

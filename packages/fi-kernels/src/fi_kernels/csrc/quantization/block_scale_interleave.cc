@@ -21,9 +21,10 @@ void run_cpu(const BlockScaleInterleaveParams& p, int64_t padded_rows, int64_t a
       const int64_t batch = index / padded_rows, row = index % padded_rows;
       T* out = static_cast<T*>(p.out) + batch * padded_rows * p.padded_columns;
       const T* input = static_cast<const T*>(p.input) + (batch * p.rows + row) * p.columns;
-      for (int32_t column = 0; column < p.padded_columns; ++column)
-        out[scale_offset(kScales128x4, static_cast<int32_t>(row), column, p.padded_columns)] =
-            row < p.rows && column < p.columns ? input[column] : T{0};
+      for (int32_t column = 0; column < p.padded_columns; column += 4) {  // four are neighbours
+        T* to = out + scale_offset(kScales128x4, static_cast<int32_t>(row), column, p.padded_columns);
+        for (int32_t i = 0; i < 4; ++i) to[i] = row < p.rows && column + i < p.columns ? input[column + i] : T{0};
+      }
     }
   });
 }

@@ -25,22 +25,22 @@ const Entry& tile(const Kernel& kernel, const ActAndMulArgs& a, int64_t elements
 }
 #else
 template <Activation kAct, bool kExact = true>
-FI_CLONES void apply(float* gate, const float* up, int64_t n) {
+FI_CLONES void apply(const float* gate, const float* up, float* out, int64_t n) {
 #pragma omp simd
-  for (int64_t i = 0; i < n; ++i) gate[i] = activate<CpuMath, kAct, kExact>(gate[i]) * up[i];
+  for (int64_t i = 0; i < n; ++i) out[i] = activate<CpuMath, kAct, kExact>(gate[i]) * up[i];
 }
 
 void run_cpu(const ActAndMulParams& p, int64_t rows, const ActAndMulArgs& a) {
-  const cpu::LoadRow load = cpu::row_loader(a.input.dtype());
-  const cpu::StoreRow store = cpu::row_storer(a.input.dtype());
-  const auto gelu = a.input.dtype() == kF32 ? apply<kGelu> : apply<kGelu, false>;
+  const DType dtype = a.input.dtype();
+  const auto gelu = dtype == kF32 ? apply<kGelu> : apply<kGelu, false>;
   const auto run = a.act == kSilu ? apply<kSilu> : a.act == kGelu ? gelu : apply<kGeluTanh>;
-  cpu::for_pieces(rows, p.h, 2, [&](int64_t row, int64_t first, int64_t n, float* gate) {
-    float* up = gate + cpu::kPiece;
-    load(a.input.at(row * p.input_row_stride + first), gate, n);
-    load(a.input.at(row * p.input_row_stride + first + p.h), up, n);
-    run(gate, up, n);
-    store(gate, a.out.at(row * p.out_row_stride + first), n);
+  cpu::for_pieces(rows, p.h, 2, [&](int64_t row, int64_t first, int64_t n, float* scratch) {
+    const int64_t at = row * p.input_row_stride + first;
+    const float* gate = cpu::floats_of(dtype, a.input.at(at), scratch, n);
+    const float* up = cpu::floats_of(dtype, a.input.at(at + p.h), scratch + cpu::kPiece, n);
+    void* out = a.out.at(row * p.out_row_stride + first);
+    run(gate, up, dtype == kF32 ? static_cast<float*>(out) : scratch, n);
+    if (dtype != kF32) cpu::row_storer(dtype)(scratch, out, n);
   });
 }
 #endif

@@ -144,7 +144,10 @@ FI_INLINE float erf(float x) {
   large = large * a - 0x1.d76e84p-1f;
   large = large * a - 0x1.a03fe6p+0f;
   large = large * a - 0x1.0b8c8cp-11f;
-  return detail::copy_sign(select(a < 1.0f, small * a + a, 1.0f - exp2(large)), x);
+  const detail::Rounded n = detail::round_nearest(large);  // at least -28, so one step scales
+  const float power = 1.0f + detail::expm1_reduced((large - n.value) * detail::kLn2, 0.0f);
+  const float tail = detail::power_of_two(n.integer) * power;
+  return detail::copy_sign(select(a < 1.0f, small * a + a, 1.0f - tail), x);
 }
 
 // NOTE: vectorizes only with -fno-math-errno; otherwise std::sqrt keeps a branch for errno.

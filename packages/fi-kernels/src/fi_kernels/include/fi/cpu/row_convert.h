@@ -49,6 +49,13 @@ inline StoreRow row_storer(DType d) {
   raise("TypeError", "no CPU kernel writes %s", d.str().c_str());
 }
 
+// The floats of a row: those of fp32 in place, others converted to scratch.
+inline const float* floats_of(DType d, const void* src, float* scratch, int64_t n) {
+  if (d == kF32) return static_cast<const float*>(src);
+  row_loader(d)(src, scratch, n);
+  return scratch;
+}
+
 // Calls f(row, scratch) for every row, in parallel. work: elements that a row costs; floats: the size of scratch, which
 // belongs to the thread and is not initialized.
 template <class F>

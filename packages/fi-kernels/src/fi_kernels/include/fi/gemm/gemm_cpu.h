@@ -63,10 +63,13 @@ FI_CLONES inline void add_scaled_rows(float* sum, float* part, const float* a_sc
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) sum[i] += part[i] * (a_scale[i] * b_scale), part[i] = 0.f;
 }
-// out[i] = column i of c, scaled, plus bias.
-FI_CLONES inline void finish_row(const float* c, int64_t c_stride, float a_scale, const float* b_scale,
-                                 const float* bias, float* out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = c[i * c_stride] * (a_scale * b_scale[i]) + bias[i];
+// Scales rows of kBlockN sums and adds the bias.
+FI_CLONES inline void finish_rows(float* sums, int64_t rows, const float* a_scale, const float* b_scale,
+                                  const float* bias) {
+  for (int64_t i = 0; i < rows; ++i)
+#pragma omp simd
+    for (int64_t j = 0; j < kBlockN; ++j)
+      sums[i * kBlockN + j] = sums[i * kBlockN + j] * (a_scale[i] * b_scale[j]) + bias[j];
 }
 
 // Rows of one matrix of a that meet one matrix of b.
@@ -108,6 +111,7 @@ class GemmCpu {
         load_b_(row_loader(b)),
         load_out_(row_loader(out)),
         store_(row_storer(out)),
+        a_is_bf16_(a == kBF16),
         b_is_bf16_(b == kBF16),
         pairs_(a == kF16 || !has_dot_bf16() ? nullptr
                : has_amx()                  ? amx_multiply
@@ -131,11 +135,16 @@ class GemmCpu {
             multiply_few(chunk);
             continue;
           }
-          const int64_t bytes = (chunk.rows + kPanel - 1) / kPanel * kPanel * k_ * element_;
+          GemmSegment main = chunk, rest = chunk;
+          rest.rows = chunk.rows % kPanel;
+          // Sums of few rows have another order, and rows of a group have no fixed place.
+          if (p_.rows != GemmRows::kBatched || !has_few_rows(rest)) rest.rows = 0;
+          main.rows -= rest.rows, rest.row += main.rows;
+          const int64_t bytes = (main.rows + kPanel - 1) / kPanel * kPanel * k_ * element_;
           if (bytes > size) panels.reset(new char[static_cast<size_t>(size = bytes) + 64]);
           char* aligned = panels.get() + (64 - reinterpret_cast<uintptr_t>(panels.get()) % 64) % 64;
-          pack(chunk, aligned);
-          multiply(chunk, aligned);
+          pack(main, aligned);
+          multiply(main, rest, aligned);
         }
       }
     });
@@ -143,31 +152,39 @@ class GemmCpu {
 
  private:
   bool has_few_rows(const GemmSegment& s) const {
-    return !fixed_order_ && s.rows <= kFewRows && pairs_ == dot_multiply && b_is_bf16_ && p_.b_k_stride == 1 &&
-           !blocks_;
+    return !fixed_order_ && s.rows > 0 && s.rows <= kFewRows && pairs_ == dot_multiply && b_is_bf16_ &&
+           p_.b_k_stride == 1 && !blocks_;
   }
   const char* a_at(const GemmSegment& s, int64_t row) const {
     return static_cast<const char*>(p_.a) +
            (s.a_batch * p_.a_batch_stride + (s.row + row) * p_.a_row_stride) * a_bytes_;
   }
 
-  void multiply_few(const GemmSegment& s) const {
+  // A row of a in bf16; row is scratch.
+  void narrow_row(const char* from, float* row, bf16_t* to) const {
+    if (a_is_bf16_) return (void)std::memcpy(to, from, static_cast<size_t>(p_.k * a_bytes_));
+    load_a_(from, row, p_.k);
+    narrow(row, to, p_.k);
+  }
+  // Rows of a in bf16, padded with zeros to k_.
+  std::vector<bf16_t> narrowed_rows(const GemmSegment& s) const {
     std::vector<float> row(static_cast<size_t>(k_));
     std::vector<bf16_t> x(static_cast<size_t>(s.rows * k_));
-    for (int64_t i = 0; i < s.rows; ++i) {
-      load_a_(a_at(s, i), row.data(), p_.k);
-      narrow(row.data(), x.data() + i * k_, k_);
-    }
+    for (int64_t i = 0; i < s.rows; ++i) narrow_row(a_at(s, i), row.data(), x.data() + i * k_);
+    return x;
+  }
+  void multiply_few(const GemmSegment& s) const {
+    const std::vector<bf16_t> x = narrowed_rows(s);
     const int64_t blocks = (p_.n + kBlockN - 1) / kBlockN;
     parallel_for(blocks, std::max<int64_t>(1, (int64_t{1} << 18) / (kBlockN * k_)), [&](int64_t begin, int64_t end) {
-      float c[kBlockN * kFewRows] = {};  // where the CPU has no VDPBF16PS, `dot_few` writes nothing
-      for (int64_t column = begin * kBlockN; column < std::min<int64_t>(p_.n, end * kBlockN); column += kBlockN) {
-        const int64_t columns = std::min(kBlockN, p_.n - column);
-        dot_few(reinterpret_cast<const bf16_t*>(b_at(s, column, 0)), p_.b_row_stride, columns, x.data(), k_, s.rows,
-                p_.k, c);
-        store(s, column, columns, c, s.rows);
-      }
+      for (int64_t i = begin; i < end; ++i) multiply_few(s, x.data(), i * kBlockN);
     });
+  }
+  void multiply_few(const GemmSegment& s, const bf16_t* x, int64_t column) const {
+    float c[kBlockN * kFewRows] = {};  // where the CPU has no VDPBF16PS, `dot_few` writes nothing
+    const int64_t columns = std::min(kBlockN, p_.n - column);
+    dot_few(reinterpret_cast<const bf16_t*>(b_at(s, column, 0)), p_.b_row_stride, columns, x, k_, s.rows, p_.k, c);
+    store(s, column, columns, c, s.rows);
   }
 
   // Panels of 16 rows of a: [k / 2][16][2] bf16, or [k][16] fp32; zeros beyond the rows and beyond k.
@@ -179,13 +196,16 @@ class GemmCpu {
       for (int64_t i = begin * kPanel; i < end * kPanel; ++i) {
         const int64_t lane = i % kPanel;
         char* panel = panels + i / kPanel * kPanel * k_ * element_;
-        if (i < s.rows) {
-          load_a_(a_at(s, i), row.data(), p_.k);
-        } else if (i == s.rows) {
+        bf16_t* own = narrowed.data() + (pairs_ ? lane * k_ : 0);
+        if (i >= s.rows) {
           std::fill(row.begin(), row.end(), 0.f);
+          if (pairs_) std::memset(own, 0, static_cast<size_t>(k_) * sizeof(bf16_t));
+        } else if (pairs_) {
+          narrow_row(a_at(s, i), row.data(), own);
+        } else {
+          load_a_(a_at(s, i), row.data(), p_.k);
         }
         if (pairs_) {
-          narrow(row.data(), narrowed.data() + lane * k_, k_);
           if (lane < kPanel - 1) continue;
           for (int64_t at = 0; at < k_; at += kAlignK)
             transpose_words(narrowed.data() + at, k_ / 2, panel + at * kPanel * element_, kPanel);
@@ -197,15 +217,17 @@ class GemmCpu {
     });
   }
 
-  void multiply(const GemmSegment& s, const char* panels) const {
+  // rest: the rows behind the panels, which would fill half of one or less.
+  void multiply(const GemmSegment& s, const GemmSegment& rest, const char* panels) const {
+    const std::vector<bf16_t> x = narrowed_rows(rest);
     const int64_t blocks = (p_.n + kBlockN - 1) / kBlockN;
     const int64_t work = kBlockN * k_ * s.rows;
     parallel_for(blocks, std::max<int64_t>(1, (int64_t{1} << 18) / work), [&](int64_t begin, int64_t end) {
       if (pairs_ == amx_multiply) {
         const AmxTiles tiles;
-        multiply_blocks(s, panels, begin, end);
+        multiply_blocks(s, panels, rest, x.data(), begin, end);
       } else {
-        multiply_blocks(s, panels, begin, end);
+        multiply_blocks(s, panels, rest, x.data(), begin, end);
       }
     });
   }
@@ -222,7 +244,8 @@ class GemmCpu {
     const int64_t rows = std::min(kBlockN, p_.n - column), padded = (count + kAlignK - 1) / kAlignK * kAlignK;
     const char* from = b_at(s, column, k);
     const bool bf16_rows = pairs_ && b_is_bf16_ && p_.b_k_stride == 1;
-    if (bf16_rows && rows == kBlockN && padded == count) return {from, p_.b_row_stride * 2, 64, {}};
+    if (bf16_rows && rows == kBlockN && padded == count)
+      return {from, p_.b_row_stride * 2, 64, pairs_ == dot_multiply ? next : Prefetch{}};
     if (rows < kBlockN || padded > count) std::memset(scratch, 0, static_cast<size_t>(kBlockN * kBlockK * element_));
     auto* tiles = reinterpret_cast<bf16_t*>(scratch);
     if (p_.b_k_stride != 1) {  // MN-major: `rows` neighbours for each k
@@ -269,11 +292,12 @@ class GemmCpu {
     return in_place && (pairs_ != amx_multiply || (!fixed_order_ && s.rows <= kAmxLongStepRows));
   }
 
-  void multiply_blocks(const GemmSegment& s, const char* panels, int64_t begin, int64_t end) const {
+  void multiply_blocks(const GemmSegment& s, const char* panels, const GemmSegment& rest, const bf16_t* rest_rows,
+                       int64_t begin, int64_t end) const {
     const int64_t count = (s.rows + kPanel - 1) / kPanel, width = count * kPanel;
     const int64_t step = blocks_ ? kScaleK : has_long_steps(s) ? kLongStepK : kBlockK;
     const int64_t floats = kBlockN * width;
-    const int64_t most = count > 2 ? std::clamp<int64_t>(kGroupFloats / floats, 1, kGroup) : 1;
+    const int64_t most = count > 2 && step < p_.k ? std::clamp<int64_t>(kGroupFloats / floats, 1, kGroup) : 1;
     std::vector<float> part(static_cast<size_t>(blocks_ ? floats : 0)), a_scale(static_cast<size_t>(width));
     // Not zeroed: a small product would take longer for that than for its sums.
     const std::unique_ptr<float[]> sums(new float[static_cast<size_t>(floats * most)]);
@@ -290,6 +314,7 @@ class GemmCpu {
           for (int64_t i = 0; i < s.rows; ++i) a_scale[static_cast<size_t>(i)] = a_scale_at(s, s.row + i, k / kScaleK);
         for (int64_t i = 0; i < group; ++i) {
           const int64_t column = (first + i) * kBlockN;
+          if (rest.rows > 0 && k == 0) multiply_few(rest, rest_rows, column);
           const bool last = i == group - 1, ends = last && k + own >= p_.k;
           const Prefetch next = prefetch(s, (last && !ends ? first : first + i + 1) * kBlockN,
                                          ends   ? 0
@@ -330,18 +355,26 @@ class GemmCpu {
   }
 
   void store(const GemmSegment& s, int64_t column, int64_t columns, const float* c, int64_t width) const {
-    float b_scale[kBlockN], bias[kBlockN] = {}, out[kBlockN];
+    float a_scale[kPanel], b_scale[kBlockN] = {}, bias[kBlockN] = {};
     for (int64_t j = 0; j < columns; ++j) b_scale[j] = blocks_ ? 1.f : b_scale_at(s, column + j, 0);
     if (p_.bias) load_out_(static_cast<const char*>(p_.bias) + column * out_bytes_, bias, columns);
-    alignas(64) float rows[kPanel * kBlockN];
+    alignas(64) float sums[kPanel * kBlockN] = {}, out[kPanel * kBlockN];
     const bool panels = pairs_ && width % kPanel == 0;  // few rows have none
-    for (int64_t i = 0; i < s.rows; ++i) {
-      if (panels && i % kPanel == 0)
-        for (int64_t j = 0; j < kBlockN; j += kPanel) transpose_words(c + j * width + i, width, rows + j, kBlockN);
-      finish_row(panels ? rows + i % kPanel * kBlockN : c + i, panels ? 1 : width,
-                 blocks_ ? 1.f : a_scale_at(s, s.row + i, 0), b_scale, bias, out, columns);
-      const int64_t at = s.a_batch * p_.out_batch_stride + (s.row + i) * p_.out_row_stride + column;
-      store_(out, static_cast<char*>(p_.out) + at * out_bytes_, columns);
+    for (int64_t first = 0; first < s.rows; first += kPanel) {
+      const int64_t rows = std::min(kPanel, s.rows - first);
+      for (int64_t j = 0; j < columns; ++j) {
+        if (panels && j % kPanel == 0) transpose_words(c + j * width + first, width, sums + j, kBlockN);
+        for (int64_t i = 0; i < rows && !panels; ++i) sums[i * kBlockN + j] = c[j * width + first + i];
+      }
+      for (int64_t i = 0; i < rows; ++i) a_scale[i] = blocks_ ? 1.f : a_scale_at(s, s.row + first + i, 0);
+      finish_rows(sums, rows, a_scale, b_scale, bias);
+      store_(sums, out, rows * kBlockN);
+      for (int64_t i = 0; i < rows; ++i) {
+        const int64_t at = s.a_batch * p_.out_batch_stride + (s.row + first + i) * p_.out_row_stride + column;
+        std::memcpy(static_cast<char*>(p_.out) + at * out_bytes_,
+                    reinterpret_cast<const char*>(out) + i * kBlockN * out_bytes_,
+                    static_cast<size_t>(columns * out_bytes_));
+      }
     }
   }
 
@@ -350,7 +383,7 @@ class GemmCpu {
   int64_t a_bytes_, b_bytes_, out_bytes_;
   LoadRow load_a_, load_b_, load_out_;
   StoreRow store_;
-  bool b_is_bf16_;
+  bool a_is_bf16_, b_is_bf16_;
   decltype(&amx_multiply) pairs_;  // multiplies panels of bf16, if the CPU and the operands can
   bool blocks_;
   int64_t k_, element_;  // padded k; bytes of an element that the product reads

@@ -31,7 +31,9 @@ FI_DOT_BF16 inline void dot_block(const char* w, int64_t w_stride, int64_t w_ste
                                   int64_t lines) {
   constexpr int kRows = 8;
   __m512 sum[kRows][kPanels];
+#pragma GCC unroll 8  // a loop over the sums would keep them in memory
   for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
     for (int i = 0; i < kPanels; ++i) sum[r][i] = _mm512_loadu_ps(c + r * c_stride + i * 16);
   for (int64_t at = 0; at < k / 32; ++at, w += w_step) {
     next.lines(lines);
@@ -46,7 +48,9 @@ FI_DOT_BF16 inline void dot_block(const char* w, int64_t w_stride, int64_t w_ste
       }
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
     for (int i = 0; i < kPanels; ++i) _mm512_storeu_ps(c + r * c_stride + i * 16, sum[r][i]);
 }
 
@@ -103,16 +107,26 @@ FI_DOT_BF16 inline void transpose_words(const void* in, int64_t in_stride, void*
   }
 }
 
-// The sum of 16 numbers; of GCC 12's intrinsic the compiler says that it reads an undefined vector.
-FI_DOT_BF16 inline float sum_of(__m512 x) {
-  alignas(64) float lanes[16];
-  _mm512_store_ps(lanes, x);
-  for (int width = 8; width > 0; width /= 2)
-    for (int j = 0; j < width; ++j) lanes[j] += lanes[j + width];
-  return lanes[0];
+// The sums of 16 vectors of 16 numbers, in order; masked as above.
+FI_DOT_BF16 inline __m512 sums_of(const __m512 (&x)[16]) {
+  constexpr __mmask16 all = 0xffff;
+  __m512 y[8], z[4], w[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)
+    y[i] = _mm512_add_ps(_mm512_maskz_unpacklo_ps(all, x[2 * i], x[2 * i + 1]),
+                         _mm512_maskz_unpackhi_ps(all, x[2 * i], x[2 * i + 1]));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+    z[i] = _mm512_add_ps(_mm512_maskz_shuffle_ps(all, y[2 * i], y[2 * i + 1], 0x44),
+                         _mm512_maskz_shuffle_ps(all, y[2 * i], y[2 * i + 1], 0xee));
+  for (int i = 0; i < 2; ++i)
+    w[i] = _mm512_add_ps(_mm512_maskz_shuffle_f32x4(all, z[2 * i], z[2 * i + 1], 0x88),
+                         _mm512_maskz_shuffle_f32x4(all, z[2 * i], z[2 * i + 1], 0xdd));
+  return _mm512_add_ps(_mm512_maskz_shuffle_f32x4(all, w[0], w[1], 0x88),
+                       _mm512_maskz_shuffle_f32x4(all, w[0], w[1], 0xdd));
 }
 
-// c[kRows][kColumns] = w[kRows][k] x[kColumns][k]^T, whose sums stay in registers. The last 32 of a row of x may be
+// c[kColumns][kRows] = x[kColumns][k] w[kRows][k]^T, whose sums stay in registers. The last 32 of a row of x may be
 // padded, a row of w ends at k.
 template <int kRows, int kColumns>
 FI_DOT_BF16 inline void dot_few_block(const bf16_t* w, int64_t w_stride, const bf16_t* x, int64_t x_stride, int64_t k,
@@ -131,40 +145,44 @@ FI_DOT_BF16 inline void dot_few_block(const bf16_t* w, int64_t w_stride, const b
       for (int i = 0; i < kColumns; ++i) sum[r][i] = _mm512_dpbf16_ps(sum[r][i], left, right[i]);
     }
   }
-#pragma GCC unroll 4  // a loop over the sums would keep them in memory
-  for (int r = 0; r < kRows; ++r)
+  __m512 all[16];
 #pragma GCC unroll 4
-    for (int i = 0; i < kColumns; ++i) c[r * c_stride + i] = sum_of(sum[r][i]);
+  for (int i = 0; i < 4; ++i)
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r)
+      all[i * 4 + r] = i < kColumns && r < kRows ? sum[r % kRows][i % kColumns] : _mm512_setzero_ps();
+  alignas(64) float sums[16];
+  _mm512_store_ps(sums, sums_of(all));
+  for (int i = 0; i < kColumns; ++i) std::memcpy(c + i * c_stride, sums + i * 4, kRows * sizeof(float));
 }
 
 template <int kRows>
 FI_DOT_BF16 inline void dot_few_rows(const bf16_t* w, int64_t w_stride, const bf16_t* x, int64_t x_stride,
-                                     int64_t count, int64_t k, float* c) {
-  for (int64_t i = 0; i < count; i += 4) {
-    const bf16_t* from = x + i * x_stride;
+                                     int64_t count, int64_t k, float* c, int64_t c_stride) {
+  for (int64_t i = 0; i < count; i += 4, x += 4 * x_stride, c += 4 * c_stride) {
     if (count - i >= 4)
-      dot_few_block<kRows, 4>(w, w_stride, from, x_stride, k, c + i, count);
+      dot_few_block<kRows, 4>(w, w_stride, x, x_stride, k, c, c_stride);
     else if (count - i == 3)
-      dot_few_block<kRows, 3>(w, w_stride, from, x_stride, k, c + i, count);
+      dot_few_block<kRows, 3>(w, w_stride, x, x_stride, k, c, c_stride);
     else if (count - i == 2)
-      dot_few_block<kRows, 2>(w, w_stride, from, x_stride, k, c + i, count);
+      dot_few_block<kRows, 2>(w, w_stride, x, x_stride, k, c, c_stride);
     else
-      dot_few_block<kRows, 1>(w, w_stride, from, x_stride, k, c + i, count);
+      dot_few_block<kRows, 1>(w, w_stride, x, x_stride, k, c, c_stride);
   }
 }
 
-// c[rows][count] = w[rows][k] x[count][k]^T for few rows of x: a load of w serves 32 products, where panels need a
+// c[count][rows] = x[count][k] w[rows][k]^T for few rows of x: a load of w serves 32 products, where panels need a
 // broadcast for 2. Rows of x are padded with zeros to a multiple of 32.
 FI_DOT_BF16 inline void dot_few(const bf16_t* w, int64_t w_stride, int64_t rows, const bf16_t* x, int64_t x_stride,
-                                int64_t count, int64_t k, float* c) {
+                                int64_t count, int64_t k, float* c, int64_t c_stride) {
   int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) dot_few_rows<4>(w + r * w_stride, w_stride, x, x_stride, count, k, c + r * count);
-  for (; r < rows; ++r) dot_few_rows<1>(w + r * w_stride, w_stride, x, x_stride, count, k, c + r * count);
+  for (; r + 4 <= rows; r += 4) dot_few_rows<4>(w + r * w_stride, w_stride, x, x_stride, count, k, c + r, c_stride);
+  for (; r < rows; ++r) dot_few_rows<1>(w + r * w_stride, w_stride, x, x_stride, count, k, c + r, c_stride);
 }
 #else
 inline bool has_dot_bf16() { return false; }
 inline void transpose_words(const void*, int64_t, void*, int64_t) {}
-inline void dot_few(const bf16_t*, int64_t, int64_t, const bf16_t*, int64_t, int64_t, int64_t, float*) {}
+inline void dot_few(const bf16_t*, int64_t, int64_t, const bf16_t*, int64_t, int64_t, int64_t, float*, int64_t) {}
 inline void dot_multiply(const bf16_t*, int64_t, int64_t, const bf16_t*, int64_t, int64_t, int64_t, float*, int64_t,
                          Prefetch) {}
 #endif

@@ -63,13 +63,15 @@ FI_CLONES inline void add_scaled_rows(float* sum, float* part, const float* a_sc
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) sum[i] += part[i] * (a_scale[i] * b_scale), part[i] = 0.f;
 }
-// Scales rows of kBlockN sums and adds the bias.
-FI_CLONES inline void finish_rows(float* sums, int64_t rows, const float* a_scale, const float* b_scale,
-                                  const float* bias) {
-  for (int64_t i = 0; i < rows; ++i)
+// Scales rows of kBlockN sums and adds the bias. stride: bytes between rows of out.
+template <class T>
+FI_CLONES void finish_rows(const float* sums, int64_t rows, const float* a_scale, const float* b_scale,
+                           const float* bias, char* out, int64_t stride) {
+  for (int64_t i = 0; i < rows; ++i, sums += kBlockN) {
+    T* to = reinterpret_cast<T*>(out + i * stride);
 #pragma omp simd
-    for (int64_t j = 0; j < kBlockN; ++j)
-      sums[i * kBlockN + j] = sums[i * kBlockN + j] * (a_scale[i] * b_scale[j]) + bias[j];
+    for (int64_t j = 0; j < kBlockN; ++j) to[j] = from_float<T>(sums[j] * (a_scale[i] * b_scale[j]) + bias[j]);
+  }
 }
 
 // Rows of one matrix of a that meet one matrix of b.
@@ -113,6 +115,7 @@ class GemmCpu {
         store_(row_storer(out)),
         a_is_bf16_(a == kBF16),
         b_is_bf16_(b == kBF16),
+        out_is_bf16_(out == kBF16),
         pairs_(a == kF16 || !has_dot_bf16() ? nullptr
                : has_amx()                  ? amx_multiply
                                             : dot_multiply),
@@ -181,10 +184,11 @@ class GemmCpu {
     });
   }
   void multiply_few(const GemmSegment& s, const bf16_t* x, int64_t column) const {
-    float c[kBlockN * kFewRows] = {};  // where the CPU has no VDPBF16PS, `dot_few` writes nothing
+    float c[kFewRows * kBlockN] = {};  // where the CPU has no VDPBF16PS, `dot_few` writes nothing
     const int64_t columns = std::min(kBlockN, p_.n - column);
-    dot_few(reinterpret_cast<const bf16_t*>(b_at(s, column, 0)), p_.b_row_stride, columns, x, k_, s.rows, p_.k, c);
-    store(s, column, columns, c, s.rows);
+    dot_few(reinterpret_cast<const bf16_t*>(b_at(s, column, 0)), p_.b_row_stride, columns, x, k_, s.rows, p_.k, c,
+            kBlockN);
+    Columns(*this, s, column, columns).store(c, 0, s.rows);
   }
 
   // Panels of 16 rows of a: [k / 2][16][2] bf16, or [k][16] fp32; zeros beyond the rows and beyond k.
@@ -196,6 +200,12 @@ class GemmCpu {
       for (int64_t i = begin * kPanel; i < end * kPanel; ++i) {
         const int64_t lane = i % kPanel;
         char* panel = panels + i / kPanel * kPanel * k_ * element_;
+        if (pairs_ && a_is_bf16_ && lane == 0 && i + kPanel <= s.rows && p_.k == k_ && p_.a_row_stride % 2 == 0) {
+          for (int64_t at = 0; at < k_; at += kAlignK)
+            transpose_words(a_at(s, i) + at * 2, p_.a_row_stride / 2, panel + at * kPanel * 2, kPanel);
+          i += kPanel - 1;
+          continue;
+        }
         bf16_t* own = narrowed.data() + (pairs_ ? lane * k_ : 0);
         if (i >= s.rows) {
           std::fill(row.begin(), row.end(), 0.f);
@@ -354,27 +364,48 @@ class GemmCpu {
                       block * p_.b_scale_k_stride];
   }
 
+  // A block of columns of the output, with what they share.
+  struct Columns {
+    Columns(const GemmCpu& gemm, const GemmSegment& s, int64_t column, int64_t columns)
+        : g(gemm), s(s), column(column), columns(columns) {
+      const GemmProblem& p = g.p_;
+      std::fill_n(a_scale, kPanel, 1.f);
+      std::fill_n(b_scale, kBlockN, 1.f);
+      for (int64_t j = 0; j < columns && p.b_scale && !g.blocks_; ++j) b_scale[j] = g.b_scale_at(s, column + j, 0);
+      if (p.bias) g.load_out_(static_cast<const char*>(p.bias) + column * g.out_bytes_, bias, columns);
+    }
+    // Rows [first, first + rows), at most kPanel, of kBlockN sums.
+    void store(const float* sums, int64_t first, int64_t rows) {
+      const GemmProblem& p = g.p_;
+      for (int64_t i = 0; i < rows && p.a_scale && !g.blocks_; ++i) a_scale[i] = g.a_scale_at(s, s.row + first + i, 0);
+      const int64_t at = s.a_batch * p.out_batch_stride + (s.row + first) * p.out_row_stride + column;
+      const int64_t stride = p.out_row_stride * g.out_bytes_;
+      char* to = static_cast<char*>(p.out) + at * g.out_bytes_;
+      if (g.out_is_bf16_ && columns == kBlockN)
+        return finish_rows<bf16_t>(sums, rows, a_scale, b_scale, bias, to, stride);
+      alignas(64) float out[kPanel * kBlockN];
+      finish_rows<float>(sums, rows, a_scale, b_scale, bias, reinterpret_cast<char*>(out), kBlockN * 4);
+      for (int64_t i = 0; i < rows; ++i) g.store_(out + i * kBlockN, to + i * stride, columns);
+    }
+
+    const GemmCpu& g;
+    const GemmSegment& s;
+    int64_t column, columns;
+    float a_scale[kPanel], b_scale[kBlockN], bias[kBlockN] = {};
+  };
+
+  // c: [columns][width] sums.
   void store(const GemmSegment& s, int64_t column, int64_t columns, const float* c, int64_t width) const {
-    float a_scale[kPanel], b_scale[kBlockN] = {}, bias[kBlockN] = {};
-    for (int64_t j = 0; j < columns; ++j) b_scale[j] = blocks_ ? 1.f : b_scale_at(s, column + j, 0);
-    if (p_.bias) load_out_(static_cast<const char*>(p_.bias) + column * out_bytes_, bias, columns);
-    alignas(64) float sums[kPanel * kBlockN] = {}, out[kPanel * kBlockN];
-    const bool panels = pairs_ && width % kPanel == 0;  // few rows have none
+    Columns to(*this, s, column, columns);
+    alignas(64) float sums[kPanel * kBlockN];
+    if (columns < kBlockN) std::fill_n(sums, kPanel * kBlockN, 0.f);
     for (int64_t first = 0; first < s.rows; first += kPanel) {
       const int64_t rows = std::min(kPanel, s.rows - first);
       for (int64_t j = 0; j < columns; ++j) {
-        if (panels && j % kPanel == 0) transpose_words(c + j * width + first, width, sums + j, kBlockN);
-        for (int64_t i = 0; i < rows && !panels; ++i) sums[i * kBlockN + j] = c[j * width + first + i];
+        if (pairs_ && j % kPanel == 0) transpose_words(c + j * width + first, width, sums + j, kBlockN);
+        for (int64_t i = 0; i < rows && !pairs_; ++i) sums[i * kBlockN + j] = c[j * width + first + i];
       }
-      for (int64_t i = 0; i < rows; ++i) a_scale[i] = blocks_ ? 1.f : a_scale_at(s, s.row + first + i, 0);
-      finish_rows(sums, rows, a_scale, b_scale, bias);
-      store_(sums, out, rows * kBlockN);
-      for (int64_t i = 0; i < rows; ++i) {
-        const int64_t at = s.a_batch * p_.out_batch_stride + (s.row + first + i) * p_.out_row_stride + column;
-        std::memcpy(static_cast<char*>(p_.out) + at * out_bytes_,
-                    reinterpret_cast<const char*>(out) + i * kBlockN * out_bytes_,
-                    static_cast<size_t>(columns * out_bytes_));
-      }
+      to.store(sums, first, rows);
     }
   }
 
@@ -383,7 +414,7 @@ class GemmCpu {
   int64_t a_bytes_, b_bytes_, out_bytes_;
   LoadRow load_a_, load_b_, load_out_;
   StoreRow store_;
-  bool a_is_bf16_, b_is_bf16_;
+  bool a_is_bf16_, b_is_bf16_, out_is_bf16_;
   decltype(&amx_multiply) pairs_;  // multiplies panels of bf16, if the CPU and the operands can
   bool blocks_;
   int64_t k_, element_;  // padded k; bytes of an element that the product reads

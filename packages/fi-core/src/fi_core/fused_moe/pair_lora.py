@@ -64,8 +64,9 @@ def fill_w_ptr(w_ptr: torch.Tensor, weights: torch.Tensor, num_experts: int, sli
         raise ValueError(f"weights must have shape [loras, {num_experts}, rows, k]; got {list(weights.shape)}")
     if weights.stride(3) != 1 or weights.stride(2) != weights.shape[3]:
         raise ValueError(f"weights must have rows one behind the other; got strides {list(weights.stride())}")
-    experts = torch.arange(num_experts, dtype=torch.int64, device=table.device)
-    table[slice_id, :num_experts] = weights.data_ptr() + experts * (weights.stride(1) * weights.element_size())
+    row = table[slice_id, :num_experts]
+    torch.arange(num_experts, out=row)
+    row.mul_(weights.stride(1) * weights.element_size()).add_(weights.data_ptr())
     return int(weights.stride(0))
 
 
@@ -288,8 +289,8 @@ def prepare_bgmv_moe(
     import torch
 
     count, rank, widths = len(lora_a_weights), lora_a_weights[0].shape[2], [w.shape[2] for w in lora_b_weights]
-    starts = torch.empty(count, dtype=torch.int64, device=x.device)
-    for s in range(count):
+    starts = torch.zeros(count, dtype=torch.int64, device=x.device)
+    for s in range(1, count):
         starts[s].fill_(sum(widths[:s]))  # a copy from the host would wait for the device
     shapes = (count, sorted_token_ids.numel(), rank), (len(x), sum(widths))
     memory = []
@@ -381,4 +382,5 @@ def bgmv_moe(
     width = found.shape[1] if output_dim is None else output_dim
     if width < found.shape[1]:
         raise ValueError(f"output_dim must be at least {found.shape[1]}, the outputs of all slices; got {width}")
-    return torch.nn.functional.pad(found.to(x.dtype), (0, width - found.shape[1]))
+    out = found.to(x.dtype)
+    return out if width == found.shape[1] else torch.nn.functional.pad(out, (0, width - found.shape[1]))

@@ -194,11 +194,10 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
     if x.ndim != 1:
         raise ValueError(f"x: shape [indptr[-1]] is required; got {list(x.shape)}")
     lengths = indptr.diff()
-    new_indptr = torch.nn.functional.pad(((lengths + 7) >> 3).cumsum(0, dtype=torch.int32), (1, 0))
+    new_indptr = torch.zeros_like(indptr, dtype=torch.int32)
+    torch.cumsum((lengths + 7) >> 3, 0, dtype=torch.int32, out=new_indptr[1:])
     # A difference wraps only if some offset is below 0 or above the last one.
-    facts = torch.stack(
-        (indptr.min().long(), indptr.max().long(), indptr[-1].long(), new_indptr[-1].long(), (lengths < 0).sum())
-    )
+    facts = torch.stack((*indptr.aminmax(), indptr[-1], new_indptr[-1], (lengths < 0).sum(dtype=indptr.dtype)))
     start, most, end, size, decreases = facts.tolist()  # one synchronization
     if start < 0 or decreases or most != end or end != x.numel():
         raise ValueError(

@@ -210,30 +210,116 @@ def gemm_named() -> Iterator[str]:
     yield "--case_tag few_tokens_fp8_weights --routine mm_bf16_fp8 --backends auto --m 1,16 --n 28672,57344 --k 8192"
 
 
+_CPU_HEADS = "--num_qo_heads 32 --num_kv_heads 8"
+_CPU_DIMS = f"{_CPU_HEADS} --head_dim_qk 128 --head_dim_vo 128"
+_CPU_MLA = "--page_size 64 --num_qo_heads 16 --num_kv_heads 16 --head_dim_ckv 512 --head_dim_kpe 64"
+_CPU_ROWS, _CPU_VOCAB = "--batch_size 1,3,8,17,64,200", "--vocab_size 5000,32000,128256"
+_CPU_FLOATS = "--input_dtype float32,bfloat16,float16"
+_CPU_ROPE = f"--batch_size 1 --seq_len 1,17,128,1024 {_CPU_HEADS} --input_dtype bfloat16"
+_CPU_EXPERTS = "--num_tokens 1,16,64 --hidden_size 512,1024 --intermediate_size 256,512 --num_experts 16 --top_k 2,4"
+_CPU_STATES = "--nheads 16,64 --dim 64 --dstate 128"
+_CPU_INDEXER = "--heads 16,64 --top_k 512"
+# What torch has too, by sizes that two cores compute in up to 0.1 s. A routine that needs several ranks has no row.
+_CPU_GRID = (
+    ("rmsnorm gemma_rmsnorm", f"{_CPU_ROWS} --hidden_size 128,1024,2880,4096,7168 {_CPU_FLOATS}"),
+    ("fused_add_rmsnorm gemma_fused_add_rmsnorm", f"{_CPU_ROWS} --hidden_size 1024,2880,4096,7168 {_CPU_FLOATS}"),
+    ("rmsnorm_quant fused_add_rmsnorm_quant", f"{_CPU_ROWS} --hidden_size 1024,2880,4096,7168"),
+    ("layernorm layernorm_quant fused_rmsnorm_silu", f"{_CPU_ROWS} --hidden_size 1024,2880,4096,7168"),
+    ("fused_add_rmsnorm_fp8_block_quant", f"{_CPU_ROWS} --hidden_size 1024,4096,7168"),
+    ("fused_qk_rmsnorm_rope", "--batch_size 1 --hidden_size 512,1024 --num_heads 4"),
+    ("silu_and_mul gelu_and_mul gelu_tanh_and_mul", f"{_CPU_ROWS} --hidden_size 2880,11008,14336 {_CPU_FLOATS}"),
+    (" ".join(_SAMPLING), f"--batch_size 1,3,8,17,32,64 {_CPU_VOCAB}"),
+    ("chain_speculative_sampling", "--batch_size 1,8 --vocab_size 5000,32000"),
+    ("top_k", f"{_CPU_ROWS} {_CPU_VOCAB} --top_k 10,50,1000 --input_dtype float32,bfloat16"),
+    ("top_k_page_table_transform top_k_ragged_transform", "--batch_size 1,8,32 --max_len 1000,4096 --top_k 64,512"),
+    ("top_k_varlen", "--batch_size 1,8,32 --max_seq_len 1000,4096 --top_k 64,512"),
+    ("mm_bf16", "--n 1024,4096,6144 --k 2048,4096,5120 --m 1,2,4,7,16,33,64,128,192,256"),
+    ("tinygemm_bf16", "--n 256,1024 --k 1024,4096 --m 1,4,8,16"),
+    ("bmm_bf16", "--batch_size 8,32 --m 1,7,64 --n 128,512 --k 128,512"),
+    ("grouped_mm_bf16", "--m 1,16,100 --n 1024 --k 1024,2048 --group_size 4,16"),
+    ("mm_fp8 mm_mxfp8 mm_fp4 mm_bf16_fp4 mm_bf16_fp8 mm_bf16_fp32", "--m 1,16,100 --n 1024,4096 --k 1024,4096"),
+    ("gemm_fp8_nt_groupwise", "--m 1,16,100 --n 1024,4096 --k 1024,4096"),
+    ("bmm_fp8 bmm_mxfp8", "--batch_size 4,16 --m 1,16,64 --n 256,1024 --k 256,1024"),
+    ("group_gemm_fp8_nt_groupwise", "--m 16,64 --n 1024 --k 1024 --group_size 4 --scale_major_mode K"),
+    ("cutlass_fused_moe", _CPU_EXPERTS),
+    ("trtllm_fp8_block_scale_moe", f"{_CPU_EXPERTS} --n_group 4 --topk_group 2"),
+    ("trtllm_fp4_block_scale_moe", f"{_CPU_EXPERTS} --routing_method renormalize"),
+    (
+        "trtllm_fp8_per_tensor_scale_moe",
+        f"{_CPU_EXPERTS.replace('2,4', '1')} --routing_method llama4 --use_routing_scales_on_input",
+    ),
+    ("bgmv_moe", f"{_CPU_EXPERTS} --rank 16"),
+    ("fused_topk_deepseek", "--num_tokens 1,16,200 --num_experts 64,256 --top_k 8 --n_group 8 --topk_group 4"),
+    ("mxfp8_quantize mxfp4_quantize nvfp4_quantize mxfp4_dequantize", "--m 1,32,200 --k 2048,4096,7168"),
+    ("block_scale_interleave packbits segment_packbits", "--m 1,32,200 --k 2048,4096,7168"),
+    ("nvfp4_batched_quantize", "--batch_size 4 --m 1,32 --k 2048,4096"),
+    ("apply_rope apply_rope_inplace apply_rope_pos_ids apply_rope_pos_ids_inplace", f"{_CPU_ROPE} --head_dim 64,128"),
+    (
+        "apply_llama31_rope apply_llama31_rope_inplace apply_llama31_rope_pos_ids apply_llama31_rope_pos_ids_inplace",
+        f"{_CPU_ROPE} --head_dim 64,128",
+    ),
+    ("apply_rope_with_cos_sin_cache apply_rope_with_cos_sin_cache_inplace", f"{_CPU_ROPE} --head_dim 64,128"),
+    (
+        "mla_rope_quantize_fp8",
+        "--batch_size 1 --seq_len 1,17,128 --num_qo_heads 16 --num_kv_heads 1 --head_dim 64 --no_rope_dim 512 "
+        "--input_dtype bfloat16",
+    ),
+    (
+        "rope_quantize_fp8 rope_quantize_fp8_append_paged_kv_cache",
+        f"{_CPU_ROPE} --head_dim 128 --rotary_dim 64 --no_rope_dim 64",
+    ),
+    ("append_paged_kv_cache append_paged_mla_kv_cache", "--batch_size 1,32 --s_qo 1,64 --s_kv 256,1024"),
+    ("concat_mla_k get_batch_indices_positions get_seq_lens", "--batch_size 1,32 --s_qo 1,64 --s_kv 256,1024"),
+    (
+        "nvfp4_quantize_append_paged_kv_cache nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+        "--batch_size 1,32 --s_qo 1,64 --s_kv 256",
+    ),
+    ("merge_state merge_state_in_place merge_states", "--batch_size 1,17,256,2048"),
+    ("mhc_post mhc_pre_big_fuse mhc_pre_big_fuse_with_prenorm", "--num_tokens 1,16,128 --hidden_size 2048,7168"),
+    ("selective_state_update", f"--batch_size 1,8 {_CPU_STATES} --input_dtype bfloat16"),
+    ("ssd_combined_fwd", f"--seq_len 64,256 {_CPU_STATES} --input_dtype bfloat16"),
+    ("checkpointing_ssu", f"--batch_size 1,8 --seq_len 4 {_CPU_STATES} --input_dtype bfloat16"),
+    ("replayssm_materialize", f"--batch_size 1,8 {_CPU_STATES} --input_dtype bfloat16"),
+    (
+        "add_lora_linear bgmv_shrink bgmv_expand",
+        "--num_tokens 1,16,64 --rank 16 --in_features 1024,4096 --out_features 1024,4096",
+    ),
+    ("fp8_mqa_logits fp8_indexer_topk", f"--num_rows 1,16,64 --num_keys 1000,4096 {_CPU_INDEXER}"),
+    ("fp8_paged_mqa_logits fp8_paged_indexer_topk", f"--batch_size 1,8 --kv_len 1024,4096 {_CPU_INDEXER}"),
+    ("flash_mla_sparse_fwd", "--num_rows 1,8 --num_keys 4096 --num_heads 16,64 --top_k 512"),
+    ("flash_mla_with_kvcache", "--batch_size 1,8 --kv_len 2048 --num_heads 16,64 --top_k 512 --form bf16,rows,packed"),
+    ("append_sparse_mla_kv_cache", "--num_tokens 1,64,1024"),
+    ("causal_conv1d_fn", "--batch_size 1,4 --seq_len 16,256 --dim 1024,2048 --input_dtype float32,bfloat16"),
+    ("causal_conv1d_update", "--batch_size 1,8,64 --dim 2048,8192 --input_dtype float32,bfloat16"),
+    ("gated_delta_rule_decode", "--batch_size 1,8"),
+    ("gated_delta_rule_mtp", "--batch_size 1,8 --seq_len 4"),
+    ("chunk_gated_delta_rule recurrent_kda_prefill", "--batch_size 1 --s_qo 64,256"),
+    ("single_decode_with_kv_cache", f"--s_kv 100,1000,8000 {_CPU_DIMS}"),
+    (
+        "single_prefill_with_kv_cache single_prefill_with_kv_cache_return_lse",
+        f"--zip --s_qo 17,128,1024,200 --s_kv 17,1000,1024,200 {_CPU_DIMS} --causal",
+    ),
+    ("BatchDecodeWithPagedKVCacheWrapper", f"--page_size 16 {_CPU_DIMS} --batch_size 1,8,32 --s_kv 128,1024"),
+    (
+        "BatchPrefillWithPagedKVCacheWrapper",
+        f"--page_size 16 {_CPU_DIMS} --batch_size 1,4 --s_qo 16,200 --s_kv 256,1024 --causal",
+    ),
+    (
+        "BatchPrefillWithRaggedKVCacheWrapper",
+        f"{_CPU_DIMS} --batch_size 1,4 --s_qo 16,200 --s_kv 256,1024 --causal",
+    ),
+    (
+        "BatchMLAPagedAttentionWrapper trtllm_batch_decode_with_kv_cache_mla",
+        f"{_CPU_MLA} --batch_size 1,8 --s_kv 256,2048",
+    ),
+)
+
+
 def cpu_grid() -> Iterator[str]:
-    """What torch has too, in sizes that two cores compute in up to 0.1 s."""
-    rows, dtypes = "--backends auto torch --batch_size 1,3,8,17,64,200", "--input_dtype float32,bfloat16"
-    for routine in ("rmsnorm", "fused_add_rmsnorm", "layernorm"):
-        yield f"--routine {routine} {rows} --hidden_size 1024,2880,4096,7168 {dtypes if 'add' in routine else ''}"
-    for routine in ("silu_and_mul", "gelu_tanh_and_mul"):
-        yield f"--routine {routine} {rows} --hidden_size 2880,11008,14336 --input_dtype float32,bfloat16,float16"
-    for routine in _SAMPLING:
-        yield f"--routine {routine} {rows.replace(',200', '')} --vocab_size 5000,32000,128256"
-    yield f"--routine top_k {rows} --vocab_size 5000,32000,128256 --top_k 10,50,1000 {dtypes}"
-    products = "--backends auto torch --n 1024,4096,6144 --k 2048,4096,5120"
-    yield f"--routine mm_bf16 {products} --m 1,2,4,7,16,33,64,128,192,256"
-    yield "--routine bmm_bf16 --backends auto torch --batch_size 8,32 --m 1,7,64 --n 128,512 --k 128,512"
-    tokens = "--backends auto torch --batch_size 1 --seq_len 1,17,128,1024 --num_qo_heads 32 --num_kv_heads 8"
-    yield f"--routine apply_rope_pos_ids {tokens} --head_dim 64,128 --input_dtype bfloat16"
-    yield "--routine merge_state --backends auto torch --batch_size 1,17,256,2048"
-    heads, dim = "--num_qo_heads 32 --num_kv_heads 8", "--head_dim_qk 128 --head_dim_vo 128"
-    yield f"--routine single_decode_with_kv_cache --backends auto torch --s_kv 100,1000,8000 {heads} {dim}"
-    lengths = "--zip --s_qo 17,128,1024 --s_kv 17,1000,1024"
-    yield f"--routine single_prefill_with_kv_cache --backends auto torch {lengths} {heads} {dim} --causal"
-    batch = f"--backends auto torch --page_size 16 {heads} {dim}"
-    yield f"--routine BatchDecodeWithPagedKVCacheWrapper {batch} --batch_size 1,8,32 --s_kv 128,1024"
-    lengths = "--batch_size 1,4 --s_qo 16,200 --s_kv 256,1024"
-    yield f"--routine BatchPrefillWithPagedKVCacheWrapper {batch} {lengths} --causal"
+    """Every routine that torch computes too, beside torch."""
+    for routines, flags in _CPU_GRID:
+        for routine in routines.split():
+            yield f"--case_tag {routine} --routine {routine} --backends auto torch {flags}"
 
 
 def trees() -> Iterator[str]:

@@ -85,3 +85,19 @@ def adapters_table() -> str:
         if "base_us" in row
     ]
     return table(("layer", "alone us", "with adapters us", "ratio"), lines)
+
+
+def cpu_table() -> str:
+    """One row an op: its time over torch's on one core and on two."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for row in rows("beside-torch", "zen5"):
+        for name in (row["routine"], "all"):
+            found.setdefault(name, {1: [], 2: []})[row["threads"]].append(row["fi"] / row["torch"])
+
+    def cells(ratios: list[float]) -> tuple[str, str]:
+        return f"{math.exp(statistics.fmean(map(math.log, ratios))):.2f}", f"{max(ratios):.2f}"
+
+    every = found.pop("all")
+    lines = [(f"`{name}`", len(of[1]), *cells(of[1]), *cells(of[2])) for name, of in found.items()]
+    head = ("op", "shapes", "one core, mean", "worst", "two cores, mean", "worst")
+    return table(head, [*lines, ("all", len(every[1]), *cells(every[1]), *cells(every[2]))])

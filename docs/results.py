@@ -159,10 +159,18 @@ def families() -> list[Family]:
     ]
 
 
+def cpu() -> list[Family]:
+    """All ops that torch has, too, on one core and on two."""
+    found: dict[int, list[Result]] = {1: [], 2: []}
+    for row in rows("beside-torch", "zen5"):
+        found[row["threads"]].append(Result(f"{row['routine']} {row['case']}", row["fi"], {"torch": row["torch"]}))
+    return [Family(f"CPU, every op, {words}", "torch", found[n]) for n, words in ((1, "one core"), (2, "two cores"))]
+
+
 def summary() -> str:
     """The README's table: one row a family."""
     lines = []
-    for family in families():
+    for family in (*families(), *cpu()):
         found = family.results
         slower = sum(result.speedup < 1 / (1 + SAME) for result in found)
         lowest, highest = min(r.speedup for r in found), max(r.speedup for r in found)
@@ -303,6 +311,7 @@ TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its
     "indexer": costs.indexer_table,
     "adapters": costs.adapters_table,
     "decode-step": costs.decode_step_table,
+    "cpu": costs.cpu_table,
     "fp8-weights": costs.fp8_weights_table,
     "timers": timers_table,
 }

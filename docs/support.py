@@ -9,8 +9,8 @@ from typing import Any
 from records import table
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
-# The cards by which files of results begin, and their targets.
-CARDS = {"h100": "90a", "h200": "90a"}
+# The cards and processors by which files of results begin, and their targets.
+CARDS = {"h100": "90a", "h200": "90a", "zen5": "cpu"}
 GPUS = {
     "80": "A100, A30; sm_86 (A10, A40) takes them too", "89": "L4, L40, RTX 40", "90a": "H100, H200, GH200",
     "100a": "B200, GB200", "120a": "RTX 50, RTX PRO 6000",

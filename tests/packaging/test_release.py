@@ -92,4 +92,4 @@ def test_the_readme_and_the_changelog_say_which_cards_have_run() -> None:
     cards = {path.name.partition("-")[0].upper() for path in (ROOT / "benchmarks/results").glob("*.jsonl")}
     for page in ("README.md", "CHANGELOG.md"):
         (said,) = re.findall(r"have run on\s([\w\s]+?)\salone", (ROOT / page).read_text())
-        assert set(said.split()) - {"and"} == cards, page
+        assert set(said.split()) - {"and"} == cards - {"ZEN5"}, page  # a processor

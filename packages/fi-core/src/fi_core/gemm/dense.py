@@ -103,7 +103,7 @@ def mm_bf16(
     try:
         if out is None or out_dtype is not None:
             out = output(a, (a.shape[0], b.shape[-1]), out, out_dtype)
-        if a.dtype.itemsize == 1:  # which the operator multiplies too
+        if a.element_size() == 1:  # which the operator multiplies too
             is_16_bit(a, b)
         gemm(out, a, b, bias=bias, b_transposed=True)
     except Exception:  # checks cost time, so that they wait for the kernel's refusal, and say it in the caller's words
@@ -140,7 +140,7 @@ def bmm_bf16(
     """
     try:
         out = output(A, (*A.shape[:-1], B.shape[-1]), out, out_dtype)
-        if A.dtype.itemsize == 1:
+        if A.element_size() == 1:
             is_16_bit(A, B, "A", "B")
         gemm(out, A, B, b_transposed=True)
     except Exception:
@@ -182,7 +182,7 @@ def bmm_fp8(
     """
     try:
         out = output(A, (*A.shape[:-1], B.shape[-1]), out, dtype)
-        if A.dtype.itemsize != 1:
+        if A.element_size() != 1:
             is_fp8(A, B, "A", "B")
         gemm(out, A, B, _flat(A_scale), _flat(B_scale), b_transposed=True, use_fast_accum=use_fast_accum)
     except Exception:
@@ -322,7 +322,7 @@ def tinygemm_bf16(
         TypeError: A dtype does not fit.
     """
     try:
-        if input.dtype.itemsize == 1:
+        if input.element_size() == 1:
             is_16_bit(input, weight, "input", "weight")
         gemm(out, input, weight, bias=bias)
     except Exception:

@@ -296,8 +296,7 @@ Tile wgmma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, c
 }
 
 // The entry that computes the problem, and its tile.
-Tile tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const GemmShape& shape) {
-  const GemmCard card = card_of(kernel, a.a.device());
+Tile tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const GemmShape& shape, const GemmCard& card) {
   switch (GemmConfig::of(kernel.entries.front()).kind) {
     case GemmKind::MMA:
       return mma_tile(kernel, p, a, shape.rows, card.multiprocessors);
@@ -351,7 +350,7 @@ void launch_gemm(const Kernel& kernel, const GemmProblem& given, const GemmArgs&
     shape.varied = given.rows == GemmRows::kIndptr;
   }
   shape.alone = given.rows == GemmRows::kBatched && given.batch == 1;
-  const auto [entry, t, splits, turned] = tile(kernel, given, a, shape);
+  const auto [entry, t, splits, turned] = tile(kernel, given, a, shape, card);
   const GemmProblem p = turned ? transposed(given) : given;
   const int64_t tiles = tiles_of(p, t);
   const int64_t group_m = gemm_group_m({t.rows, t.columns, 0}, multiprocessors);

@@ -37,16 +37,19 @@ inline int64_t gemm_clusters(const Kernel& kernel, unsigned ctas, DLDevice devic
   return found;
 }
 
-// What the driver tells of a card; without clusters. A rehearsal is for an H200.
+// What the driver tells of a card, asked once for each device; without clusters. A rehearsal is for an H200.
 inline GemmCard card_of(const Kernel& kernel, DLDevice device) {
   constexpr cu::DeviceAttribute kClockKhz{13}, kMemoryKhz{36}, kBusBits{37}, kL2Bytes{38};
-  GemmCard card{kernel.multiprocessors(device), {}};
-  if (!kernel.library) return card;
+  static cu::OfDevices<const GemmCard*> known;
+  if (!kernel.library) return {kernel.multiprocessors(device), {}};
   const int id = device.device_id;
+  if (const GemmCard* card = known[id].load(std::memory_order_acquire)) return *card;
+  GemmCard card{kernel.multiprocessors(device), {}};
   const double khz = cu::attribute<kClockKhz>(id),
                bits = 2.0 * cu::attribute<kMemoryKhz>(id) * cu::attribute<kBusBits>(id);
   if (khz > 0 && bits > 0) card.clock_mhz = khz * 1e-3, card.memory_bytes = bits * 1e-3 / 8;
   if (const int bytes = cu::attribute<kL2Bytes>(id)) card.l2_bytes = bytes;
+  known[id].store(new GemmCard(card), std::memory_order_release);  // as long as the process
   return card;
 }
 

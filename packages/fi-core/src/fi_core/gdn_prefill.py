@@ -50,12 +50,12 @@ def _sizes(
     return segment_tokens, size
 
 
-@functools.lru_cache(maxsize=1024)
-def _sizes_on(
-    device: int, tokens: int, heads: int, dim: int, sequences: int, splits: bool, length: int | None, channels: bool
-) -> tuple[int, int]:
-    """_sizes on a CUDA device, by its index, so that a call does not look for its SMs."""
-    return _sizes(multiprocessors_of(device), tokens, heads, dim, sequences, splits, length, channels)
+def _sizes_rehearsed(device: int, *facts: Any) -> tuple[int, int]:
+    """_sizes for a device, by its index."""
+    return _sizes(multiprocessors_of(device), *facts)
+
+
+_sizes_on = functools.lru_cache(maxsize=1024)(_sizes_rehearsed)  # so that a call does not look for the SMs of a GPU
 
 
 def _segment_tokens(multiprocessors: int, tokens: int, heads: int, dim: int, sequences: int, length: int | None) -> int:
@@ -171,20 +171,20 @@ def chunk_gated_delta_rule(
         if state_indices is not None or output_state_indices is not None:
             raise ValueError("output_state must be given with state_indices and output_state_indices")
         output_state = q.new_empty(sequences, heads, dim_v, dim, dtype=torch.float32)
-    segment_tokens, workspace = 0, None
-    more: dict[str, Any] = {} if output_state_indices is None else {"output_state_indices": output_state_indices}
     if q.is_cuda or rehearsal():
-        splits = not is_on() and (use_cp is True or (bool(use_cp) and not more))
-        facts = (tokens, heads, dim, sequences, splits, _cp_chunk_len, g is not None and g.ndim == 3)
-        segment_tokens, size = _sizes_on(q.get_device(), *facts) if q.is_cuda else _sizes(multiprocessors_of(0), *facts)
+        splits = (use_cp is True or (bool(use_cp) and output_state_indices is None)) and not is_on()
+        segment_tokens, size = (_sizes_on if q.is_cuda else _sizes_rehearsed)(
+            q.get_device(), tokens, heads, dim, sequences, splits, _cp_chunk_len, g is not None and g.ndim == 3
+        )
         workspace = q.new_empty(size // 2)  # elements of 2 bytes: another dtype is slower
-    if segment_tokens:
-        more["segment_tokens"] = segment_tokens
-    if checkpoint_every_n_tokens:
-        more.update(state_checkpoints=state_checkpoints, checkpoint_cu_starts=checkpoint_cu_starts,
-                    checkpoint_every_n_tokens=checkpoint_every_n_tokens)  # fmt: skip
-    _chunk(  # mostly by position, and only what is given: names are slower
+    else:
+        segment_tokens, workspace = 0, None
+    if not checkpoint_every_n_tokens:
+        state_checkpoints = checkpoint_cu_starts = None
+    _chunk(  # mostly by position, and without a dictionary of names, which is slower
         output, q, k, v, cu_seqlens, scale or (dim or 1) ** -0.5, workspace, g, beta, use_qk_l2norm_in_kernel,
-        initial_state, output_state=output_state, state_indices=state_indices, **more,
+        initial_state, output_state=output_state, state_indices=state_indices, state_checkpoints=state_checkpoints,
+        checkpoint_cu_starts=checkpoint_cu_starts, checkpoint_every_n_tokens=checkpoint_every_n_tokens,
+        segment_tokens=segment_tokens, output_state_indices=output_state_indices,
     )  # fmt: skip
     return (output, output_state) if output_final_state and output_state is not None else output

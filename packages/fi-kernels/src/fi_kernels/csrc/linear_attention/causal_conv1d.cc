@@ -221,6 +221,26 @@ int32_t tile_tokens(int64_t tokens, int64_t sequences, int64_t channel_tiles, in
   const int64_t tiles = std::max<int64_t>(waves * wave - sequences, 1);
   return static_cast<int32_t>(std::clamp<int64_t>((tokens / tiles + 4) / 4 * 4, 8, 128));
 }
+
+// Channels that a copy of 16 bytes may load or store: 1 unless they lie next to each other, and rows at 16 bytes.
+int64_t vector_of(const Tensor& t, int channels) {
+  const int64_t vec = 16 / t.dtype().bytes();
+  if (t.size(channels) > 1 && t.stride(channels) != 1) return 1;
+  for (int i = 0; i < t.ndim(); ++i)
+    if (i != channels && t.size(i) > 1 && t.stride(i) % vec != 0) return 1;
+  return t.alignment(16, {}) == 16 && t.size(channels) % vec == 0 ? vec : 1;
+}
+
+// The entry of the width with the widest copies that all tensors allow.
+const Entry& tile(const Kernel& kernel, const CausalConv1dArgs& a, int64_t width) {
+  const int channels = a.x.ndim() - 1;
+  int64_t vec = std::min(vector_of(a.x, channels), vector_of(a.out, channels));
+  if (a.weight.stride(1) != 1 || a.weight.stride(0) != width || a.weight.alignment(16, {}) != 16) vec = 1;
+  return kernel.first_entry([&](const Entry& e) {
+    const auto config = CausalConv1dConfig::of(e);
+    return config.width == width && config.vec_size <= vec;
+  });
+}
 #endif
 
 CausalConv1dRequest request_of(const CausalConv1dArgs& a) { return {a.x.dtype()}; }
@@ -301,20 +321,8 @@ void causal_conv1d(const Kernel& kernel, const CausalConv1dArgs& a) {
 
   // 3 launch
 #if FI_CUDA
-  const auto vectors_of = [&](const Tensor& t, int channels) {  // channels next to each other, the rest at 16 bytes
-    int64_t vec = 16 / t.dtype().bytes();
-    if (t.size(channels) > 1 && t.stride(channels) != 1) return int64_t{1};
-    for (int i = 0; i < t.ndim(); ++i)
-      if (i != channels && t.size(i) > 1 && t.stride(i) % vec != 0) return int64_t{1};
-    return t.alignment(16, {}) == 16 && dim % vec == 0 ? vec : int64_t{1};
-  };
-  int64_t vec = std::min(vectors_of(a.x, packed ? 1 : 2), vectors_of(a.out, packed ? 1 : 2));
-  if (a.weight.stride(1) != 1 || a.weight.stride(0) != width || a.weight.alignment(16, {}) != 16) vec = 1;
-  p.state_vectors = vectors_of(a.conv_states, 1) > 1;
-  const Entry& entry = kernel.first_entry([&](const Entry& e) {
-    const auto config = CausalConv1dConfig::of(e);
-    return config.width == width && config.vec_size <= vec;
-  });
+  p.state_vectors = vector_of(a.conv_states, 1) > 1;
+  const Entry& entry = tile(kernel, a, width);
   const int64_t cta = entry.threads * CausalConv1dConfig::of(entry).vec_size, channel_tiles = (dim + cta - 1) / cta;
   p.channel_tiles = divisor(static_cast<uint32_t>(channel_tiles));
   int64_t tiles = sequences;

@@ -82,6 +82,20 @@ void check_contents(const Kernel& kernel, const SsdCombinedArgs& a, int64_t tota
              static_cast<long long>(count), static_cast<long long>(last[i]), static_cast<long long>(i));
 }
 
+#if FI_CUDA
+// The entry of a step. A pair of CTAs has two slices of a head, or two heads of a group. More stages are for so few
+// CTAs that an SM has one.
+const Entry& tile(const Kernel& kernel, const SsdCombinedParams& p, int64_t step, int64_t multiprocessors) {
+  return kernel.first_entry([&](const Entry& entry) {
+    const auto config = SsdCombinedConfig::of(entry);
+    if (step == 0 || config.step < step) return config.step == step;
+    const int64_t slices = p.dim / config.columns;
+    return (config.cluster == 1 || slices == 2 || p.group.value % 2 == 0) &&
+           (config.stages == 2 || int64_t{p.sequences} * p.heads.value * slices <= multiprocessors);
+  });
+}
+#endif
+
 SsdCombinedRequest request_of(const SsdCombinedArgs& a) {
   return {a.x.dtype(),
           a.B.size_or_0(-1) <= 64    ? int64_t{64}
@@ -201,19 +215,9 @@ void ssd_combined(const Kernel& kernel, const SsdCombinedArgs& a) {
     launch.pdl = kernel.pdl(a.enable_pdl);
     kernel.launch(entry, launch, a.x.device(), p);
   };
-  // A pair has two slices of a head, or two heads of a group. More stages are for so few CTAs that an SM has one.
-  const int64_t sms = kernel.multiprocessors(a.x.device());
-  const auto entry_of = [&](int64_t step) -> const Entry& {
-    return kernel.first_entry([&](const Entry& entry) {
-      const auto config = SsdCombinedConfig::of(entry);
-      if (step == 0 || config.step < step) return config.step == step;
-      const int64_t slices = dim / config.columns;
-      return (config.cluster == 1 || slices == 2 || p.group.value % 2 == 0) &&
-             (config.stages == 2 || sequences * heads * slices <= sms);
-    });
-  };
-  if (total > 0) start(entry_of(0), chunks * p.units.value);
-  const Entry& through = entry_of(p.checkpoints_each ? 2 : 1);
+  const int64_t multiprocessors = kernel.multiprocessors(a.x.device());
+  if (total > 0) start(tile(kernel, p, 0, multiprocessors), chunks * p.units.value);
+  const Entry& through = tile(kernel, p, p.checkpoints_each ? 2 : 1, multiprocessors);
   p.slices = divisor(static_cast<uint32_t>(dim / SsdCombinedConfig::of(through).columns));
   start(through, sequences * heads * p.slices.value);
 #else

@@ -14,7 +14,12 @@
 namespace fi {
 namespace {
 
-#if !FI_CUDA
+#if FI_CUDA
+// The entry for packed rows, or for the others.
+const Entry& tile(const Kernel& kernel, const AppendLatentRowsParams& p) {
+  return kernel.first_entry([&](const Entry& e) { return AppendLatentRowsConfig::of(e).packed == p.is_packed; });
+}
+#else
 void run_cpu(const AppendLatentRowsParams& p) {
   const cpu::LoadRow load = cpu::row_loader(kBF16);
   const cpu::StoreRow store = cpu::row_storer(kE4M3);
@@ -92,8 +97,7 @@ void append_latent_rows(const Kernel& kernel, const AppendLatentRowsArgs& a) {
   FI_CHECK(a.kv.row_alignment(16) == 16 && reinterpret_cast<uintptr_t>(p.cache) % 16 == 0, ValueError,
            "kv and kv_cache must have rows at multiples of 16 bytes; got strides %lld of kv",
            static_cast<long long>(a.kv.stride(0)));
-  const Entry& entry =
-      kernel.first_entry([&](const Entry& e) { return AppendLatentRowsConfig::of(e).packed == is_packed; });
+  const Entry& entry = tile(kernel, p);
   const int64_t rows = entry.threads / 32;
   Launch launch{(p.n + rows - 1) / rows};
   launch.pdl = kernel.pdl(-1);

@@ -18,6 +18,7 @@ from fi_core.fused_moe import (
 from fi_core.fused_moe.ops import MOE_FINALIZE
 from fi_core.runtime.launch.operator import operators
 from fi_core.runtime.launch.plan import AtOnce, Launches, LaunchPlan, plans_launches
+from fi_core.runtime.resolve import ahead
 
 BF16 = torch.bfloat16
 
@@ -213,6 +214,28 @@ def test_a_result_that_no_step_writes_is_refused() -> None:
         assert sums(x, False, out).eq(2).all()
         with pytest.raises(ValueError, match=r"a plan must write its results; no step writes torch.float32 \[3, 16\]"):
             sums(x, True, out)
+
+
+@plans_launches("out", tokens={"x": 0, "out": 0})
+def few_rows(p: Launches, x: torch.Tensor, most: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Each row, of few."""
+    if len(x) > most:
+        raise ValueError(f"x must have at most {most} rows; got {len(x)}")
+    out = p.result(x.shape, x.dtype) if out is None else out
+    p.add(MOE_FINALIZE, out, x, p.constant(torch.arange(len(x), dtype=torch.int32).view(-1, 1)))
+    return out
+
+
+def test_what_is_not_compiled_ahead_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that refuses more tokens serves those that it takes; the log names what a call of more would raise."""
+    said: list[str] = []
+    monkeypatch.setattr(ahead.diagnose, "once", lambda level, text: said.append(text))
+    begin: Any = few_rows.begin_other_counts  # type: ignore[attr-defined]
+    begin(torch.device("cpu"), {"x": torch.ones(4, 16), "most": 4096, "out": None})
+    assert said == [
+        f"few_rows of {count} tokens is not compiled ahead: ValueError: x must have at most 4096 rows; got {count}"
+        for count in (5793, 8192)
+    ]
 
 
 def test_constants_live_with_their_plan(calls: list[int]) -> None:

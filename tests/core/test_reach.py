@@ -36,6 +36,11 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[Spec]:
     found: list[Spec] = []
     monkeypatch.setattr(ahead, "begin", found.append)
     monkeypatch.setattr(operators, "begin", found.append)
+
+    def said(level: int, text: str) -> None:
+        assert "compiled ahead" not in text
+
+    monkeypatch.setattr(ahead.diagnose, "once", said)
     monkeypatch.setattr(begun_module, "begun", found)
     return found
 

@@ -10,7 +10,6 @@ C++, which compares the tensors with the forms, allocates what lies between the 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import inspect
@@ -24,7 +23,7 @@ from fi_core.runtime.launch import torch_op
 from fi_core.runtime.launch.operator import Operator, operators
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.machine import rehearsal
-from fi_core.runtime.resolve.ahead import TOKEN_COUNTS, begin_module
+from fi_core.runtime.resolve.ahead import TOKEN_COUNTS, begin_module, reported
 from fi_core.runtime.resolve.checks import checks_signs
 from fi_core.runtime.signature import passed, redefine
 from fi_core.runtime.spec.dtype import DTYPES, short_name
@@ -335,7 +334,7 @@ class plans_launches:
         self.layers.add(layer)
         for count in TOKEN_COUNTS:
             plan = LaunchPlan(device, tensors, count)
-            with contextlib.suppress(ValueError, NotImplementedError, MemoryError, RuntimeError):  # no call waits
+            with reported(f"{self.function.__name__} of {count} tokens"):
                 self._list(plan, named)
                 plan.prepare(learns=False)
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fi_core.runtime.build import sources
+from fi_core.runtime.build import diagnose, sources
 from fi_core.runtime.dispatch import AUTO, Choice, Request, choose
 from fi_core.runtime.errors import UnsupportedError
 from fi_core.runtime.invariance import is_on
@@ -37,6 +38,15 @@ def begin(spec: Spec) -> None:
 def begin_module(op: Op, kind: str) -> None:
     """Begins to compile the host module of an op, if it is not there. `host_module` waits for it."""
     start([sources.host_module(op, kind)])
+
+
+@contextlib.contextmanager
+def reported(what: str) -> Iterator[None]:
+    """Logs, once, the error of something that begins to compile before a call needs it, as that call then raises it."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        diagnose.once(logging.WARNING, f"{what} is not compiled ahead: {type(error).__name__}: {error}")
 
 
 def reached(request: Request, known: Mapping[str, Op]) -> Iterator[Spec]:

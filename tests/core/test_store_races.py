@@ -106,7 +106,7 @@ def test_a_stopped_builder_holds_up_nobody_for_long(python: Python, monkeypatch:
 
 
 def test_a_builder_at_work_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shows life although it takes longer than the patience for a silent one."""
+    """It shows life although it takes longer than a silent one may."""
     monkeypatch.setattr(store, "SILENT_SECONDS", 0.5)
     monkeypatch.setattr(store, "_BEAT_SECONDS", 0.1)
     started = threading.Event()

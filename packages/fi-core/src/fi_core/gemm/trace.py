@@ -127,7 +127,7 @@ def _operands(draw: Draw, s: Any, left: str, right: str, *batch: int) -> tuple[A
 
 def _scale(draw: Draw, shape: Sequence[int], k: int) -> Any:
     """Scales such that products of N(0, 1) values are about N(0, 1). If nasty the first is 0, else all are powers of
-    two: baselines that dequantise to bf16 lose nothing then.
+    two: libraries that dequantize to bf16 lose nothing then.
     """
     x = draw.normal(shape, "float32").abs().add_(0.1).mul_(k**-0.25)
     if not draw.nasty:

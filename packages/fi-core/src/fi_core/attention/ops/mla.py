@@ -81,7 +81,7 @@ def _mma_unit(axes: Values) -> Unit:
 
 
 def _packed_unit(axes: Values) -> Unit:
-    """Packed pages, of which rows are widened on their way to stages of 16 bits."""
+    """Packed pages, whose rows are dequantized into stages of 16 bits."""
     like = _mma_unit({**axes, "kv": "bf16"})
     entries = tuple(
         entry._replace(name=f"batch_mla_packed_{stages}", body=f"batch_mla_packed<{stages}, {entry.shared_bytes}>")

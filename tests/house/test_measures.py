@@ -8,7 +8,7 @@ import measures
 
 BOUNDS = {
     "lines": 1797,
-    "attention": 11870,
+    "attention": 11691,
     "execs": 2,
     "memory": 0,
     "reads": 0,
@@ -20,7 +20,7 @@ BOUNDS = {
     "functions": 0,
     "long_functions": 0,
     "private": 57,
-    "skips": 44,
+    "skips": 41,
 }
 
 

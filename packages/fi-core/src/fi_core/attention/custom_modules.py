@@ -8,11 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from fi_core.attention.custom import ROPE, CustomAttention, VariantModule, variant_module
+from fi_core.observe.describe import words
 from fi_core.runtime.lazy import torch
+from fi_core.runtime.signature import parameters, takes
 from fi_core.utils import canonicalize_torch_dtype
 
 One: TypeAlias = VariantModule[CustomAttention]
 Both: TypeAlias = VariantModule[tuple[CustomAttention, CustomAttention]]
+_DTYPES, _DIMS = ("dtype_q", "dtype_kv", "dtype_o"), ("head_dim_qk", "head_dim_vo")
+_DECLARED = words(
+    "additional_tensor_names additional_tensor_dtypes additional_scalar_names additional_scalar_dtypes variant_name",
+    "variant_decl",
+)
 
 
 def _both(prefill: One, decode: One, name: str) -> Both:
@@ -26,126 +33,6 @@ def _check_backend(backend: str, known: tuple[str, ...] = ("auto", "fa2")) -> No
             f'backend: variants of this function run with {", ".join(known)}; got {backend!r}, pass backend="fa2" and '
             "a struct on AttentionVariantBase"
         )
-
-
-def gen_customize_single_decode_module(
-    uri: str,
-    dtype_q: torch.dtype,
-    dtype_kv: torch.dtype,
-    dtype_o: torch.dtype,
-    head_dim_qk: int,
-    head_dim_vo: int,
-    additional_tensor_names: Sequence[str],
-    additional_tensor_dtypes: Sequence[str],
-    additional_scalar_names: Sequence[str],
-    additional_scalar_dtypes: Sequence[str],
-    variant_name: str,
-    variant_decl: str,
-    pos_encoding_mode: int = 0,
-    use_sliding_window: bool = False,
-    use_logits_soft_cap: bool = False,
-) -> One:
-    """Decode of one request with the attention variant that a struct in CUDA C++ declares. It does not compile yet.
-
-    `build_and_load()` compiles for FI_CUDA_ARCH_LIST or the visible GPUs, else for the CPU, and returns the argument of
-    `single_decode_with_kv_cache_with_jit_module`.
-
-    Args:
-        uri: a name for files and messages.
-        dtype_q, dtype_kv, dtype_o: dtypes of q, of k and v, and of the output.
-        head_dim_qk, head_dim_vo: multiples of 8 up to 512.
-        additional_tensor_names, additional_tensor_dtypes: tensors that the variant reads by name from `params`, and the
-            C types of their elements, such as "float" or "uint8_t".
-        additional_scalar_names, additional_scalar_dtypes: scalars that it reads likewise: "double", "int64_t", "float",
-            ...
-        variant_name: name of the struct.
-        variant_decl: text of the struct, derived from AttentionVariantBase, as docs/guides/custom-attention.md
-            describes.
-        pos_encoding_mode: 1 (ROPE_LLAMA) rotates q and k first; other values leave the encoding to the variant.
-        use_sliding_window, use_logits_soft_cap: without effect; the window of a call always applies.
-
-    Raises:
-        ValueError: names, types or head dims.
-        NotImplementedError: a struct that is written for backend fa3.
-    """
-    lists = additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes
-    declared = (*lists, variant_name, variant_decl)
-    dtypes, dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
-    return variant_module("single_attention", uri, dtypes, dims, declared, pos_encoding_mode, few=True)
-
-
-def gen_customize_single_prefill_module(
-    backend: str,
-    uri: str,
-    dtype_q: torch.dtype,
-    dtype_kv: torch.dtype,
-    dtype_o: torch.dtype,
-    head_dim_qk: int,
-    head_dim_vo: int,
-    additional_tensor_names: Sequence[str],
-    additional_tensor_dtypes: Sequence[str],
-    additional_scalar_names: Sequence[str],
-    additional_scalar_dtypes: Sequence[str],
-    variant_name: str,
-    variant_decl: str,
-    pos_encoding_mode: int = 0,
-    use_sliding_window: bool = False,
-    use_logits_soft_cap: bool = False,
-    use_fp16_qk_reduction: bool = False,
-    fp8_enabled: bool = False,
-) -> One:
-    """Prefill of one request with a variant, for `single_prefill_with_kv_cache_with_jit_module`.
-
-    The arguments that are not listed are those of gen_customize_single_decode_module.
-
-    Args:
-        backend: "auto" or "fa2".
-        use_fp16_qk_reduction: without effect; sums are fp32.
-        fp8_enabled: not supported.
-
-    Raises:
-        NotImplementedError: another backend, fp8_enabled.
-    """
-    _check_backend(backend)
-    lists = additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes
-    declared = (*lists, variant_name, variant_decl)
-    dtypes, dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
-    return variant_module("single_attention", uri, dtypes, dims, declared, pos_encoding_mode, fp8_enabled=fp8_enabled)
-
-
-def gen_customize_batch_decode_module(
-    uri: str,
-    dtype_q: torch.dtype,
-    dtype_kv: torch.dtype,
-    dtype_o: torch.dtype,
-    idtype: torch.dtype,
-    head_dim_qk: int,
-    head_dim_vo: int,
-    additional_tensor_names: Sequence[str],
-    additional_tensor_dtypes: Sequence[str],
-    additional_scalar_names: Sequence[str],
-    additional_scalar_dtypes: Sequence[str],
-    variant_name: str,
-    variant_decl: str,
-    pos_encoding_mode: int = 0,
-    use_sliding_window: bool = False,
-    use_logits_soft_cap: bool = False,
-) -> One:
-    """Batch decode with a variant: `jit_args` and `jit_kwargs` of BatchDecodeWithPagedKVCacheWrapper are its arguments.
-
-    The arguments that are not listed are those of gen_customize_single_decode_module.
-
-    Args:
-        idtype: dtype of page tables, int32.
-
-    Raises:
-        ValueError: idtype.
-    """
-    _check_index(idtype)
-    lists = additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes
-    declared = (*lists, variant_name, variant_decl)
-    dtypes, dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
-    return variant_module("batch_decode", uri, dtypes, dims, declared, pos_encoding_mode)
 
 
 def gen_customize_batch_prefill_module(
@@ -171,18 +58,34 @@ def gen_customize_batch_prefill_module(
     paged_kv_stride_mode: str = "runtime",
     module_surface: str = "full",
 ) -> One:
-    """Batch prefill with a variant: `jit_args` of the batch prefill wrappers are its arguments without backend.
+    """Batch prefill with the attention variant that a struct in CUDA C++ declares. It does not compile yet.
 
-    The arguments that are not listed are those of gen_customize_single_prefill_module and
-    gen_customize_batch_decode_module.
+    `jit_args` of the batch prefill wrappers are the arguments without backend. `build_and_load()` compiles for
+    FI_CUDA_ARCH_LIST or the visible GPUs, else for the CPU.
 
     Args:
         backend: "auto" takes the wgmma kernel of Hopper where it supports a request, else mma.sync; "fa2" always
             mma.sync; "fa3" always wgmma.
+        uri: a name for files and messages.
+        dtype_q, dtype_kv, dtype_o: dtypes of q, of k and v, and of the output.
+        idtype: dtype of page tables, int32.
+        head_dim_qk, head_dim_vo: multiples of 8 up to 512.
+        additional_tensor_names, additional_tensor_dtypes: tensors that the variant reads by name from `params`, and the
+            C types of their elements, such as "float" or "uint8_t".
+        additional_scalar_names, additional_scalar_dtypes: scalars that it reads likewise: "double", "int64_t", "float",
+            ...
+        variant_name: name of the struct.
+        variant_decl: text of the struct, derived from AttentionVariantBase, as docs/guides/custom-attention.md
+            describes.
+        pos_encoding_mode: 1 (ROPE_LLAMA) rotates q and k first; other values leave the encoding to the variant.
+        use_sliding_window, use_logits_soft_cap: without effect; the window of a call always applies.
+        use_fp16_qk_reduction: without effect; sums are fp32.
+        fp8_enabled: not supported.
         paged_kv_stride_mode, module_surface: without effect; one module supports all strides and both wrappers.
 
     Raises:
-        ValueError: types or head dims that "fa3" does not support.
+        ValueError: names, types or head dims, also those that "fa3" does not support; idtype.
+        NotImplementedError: fp8_enabled; a struct that is written for another backend.
     """
     _check_backend(backend, ("auto", "fa2", "fa3"))
     _check_index(idtype)
@@ -193,27 +96,67 @@ def gen_customize_batch_prefill_module(
     return module(fp8_enabled=fp8_enabled, backend=backend)
 
 
-def gen_customize_batch_attention_module(
-    uri: str,
-    dtype_q: torch.dtype,
-    dtype_kv: torch.dtype,
-    dtype_o: torch.dtype,
-    idtype: torch.dtype,
-    head_dim_qk: int,
-    head_dim_vo: int,
-    additional_tensor_names: Sequence[str],
-    additional_tensor_dtypes: Sequence[str],
-    additional_scalar_names: Sequence[str],
-    additional_scalar_dtypes: Sequence[str],
-    variant_name: str,
-    variant_decl: str,
-    pos_encoding_mode: int = 0,
-    use_logits_soft_cap: bool = False,
-    use_profiler: bool = False,
-) -> Both:
+def _parameters(without: str) -> list[inspect.Parameter]:
+    """Of gen_customize_batch_prefill_module, without these."""
+    names = inspect.signature(gen_customize_batch_prefill_module).parameters
+    return parameters([name for name in names if name not in words(without)], gen_customize_batch_prefill_module)
+
+
+def _variant(op: str, given: Mapping[str, Any], **options: Any) -> One:
+    """The module of a generator with these arguments."""
+    dtypes, dims, declared = (tuple(given[name] for name in names) for names in (_DTYPES, _DIMS, _DECLARED))
+    return variant_module(op, given["uri"], dtypes, dims, declared, given["pos_encoding_mode"], **options)
+
+
+@takes(_parameters("backend idtype use_fp16_qk_reduction fp8_enabled paged_kv_stride_mode module_surface"))
+def gen_customize_single_decode_module(given: dict[str, Any]) -> One:
+    """Decode of one request with a variant, for `single_decode_with_kv_cache_with_jit_module`.
+
+    The arguments are those of gen_customize_batch_prefill_module.
+
+    Raises:
+        NotImplementedError: a struct that is written for backend fa3.
+    """
+    return _variant("single_attention", given, few=True)
+
+
+@takes(_parameters("idtype paged_kv_stride_mode module_surface"))
+def gen_customize_single_prefill_module(given: dict[str, Any]) -> One:
+    """Prefill of one request with a variant, for `single_prefill_with_kv_cache_with_jit_module`.
+
+    The arguments that are not listed are those of gen_customize_batch_prefill_module.
+
+    Args:
+        backend: "auto" or "fa2".
+
+    Raises:
+        NotImplementedError: another backend, fp8_enabled.
+    """
+    _check_backend(given["backend"])
+    return _variant("single_attention", given, fp8_enabled=given["fp8_enabled"])
+
+
+_DECODE = _parameters("backend use_fp16_qk_reduction fp8_enabled paged_kv_stride_mode module_surface")
+
+
+@takes(_DECODE)
+def gen_customize_batch_decode_module(given: dict[str, Any]) -> One:
+    """Batch decode with a variant: `jit_args` and `jit_kwargs` of BatchDecodeWithPagedKVCacheWrapper are its arguments.
+
+    They are those of gen_customize_batch_prefill_module.
+    """
+    _check_index(given["idtype"])
+    return _variant("batch_decode", given)
+
+
+_PROFILER = inspect.Parameter("use_profiler", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False, annotation="bool")
+
+
+@takes([*(p for p in _DECODE if p.name != "use_sliding_window"), _PROFILER])
+def gen_customize_batch_attention_module(given: dict[str, Any]) -> Both:
     """A mixed batch with a variant: `jit_args` of BatchAttention and BatchPODWithPagedKVCacheWrapper are its arguments.
 
-    The arguments that are not listed are those of gen_customize_batch_decode_module.
+    The arguments that are not listed are those of gen_customize_batch_prefill_module.
 
     Args:
         use_logits_soft_cap: without effect.
@@ -222,13 +165,10 @@ def gen_customize_batch_attention_module(
     Raises:
         NotImplementedError: use_profiler.
     """
-    if use_profiler:
+    if given.pop("use_profiler"):
         raise NotImplementedError("use_profiler: not supported, profile with fi-bench or Nsight; pass False")
-    types = (dtype_q, dtype_kv, dtype_o, idtype, head_dim_qk, head_dim_vo)
-    lists = additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes
-    given = (uri, *types, *lists, variant_name, variant_decl, pos_encoding_mode)
-    prefill, decode = gen_customize_batch_prefill_module("auto", *given), gen_customize_batch_decode_module(*given)
-    return _both(prefill, decode, f"batch_attention_{uri}")
+    prefill, decode = gen_customize_batch_prefill_module("auto", **given), gen_customize_batch_decode_module(**given)
+    return _both(prefill, decode, f"batch_attention_{given['uri']}")
 
 
 def gen_customize_pod_module(
@@ -255,7 +195,7 @@ def gen_customize_pod_module(
 ) -> Both:
     """POD attention with variants: `jit_args` of PODWithPagedKVCacheWrapper are its arguments.
 
-    The arguments that are not listed are those of gen_customize_batch_decode_module.
+    The arguments that are not listed are those of gen_customize_batch_prefill_module.
 
     Args:
         dtype_idx: dtype of page tables, int32.

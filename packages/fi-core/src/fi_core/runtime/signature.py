@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from inspect import Parameter
 from typing import Any
 
@@ -27,3 +29,41 @@ def redefine(function: Any, parameters: Sequence[Parameter], body: str, scope: d
 def passed(parameters: Sequence[Parameter]) -> str:
     """The parameters of a function as arguments of a call."""
     return ", ".join(f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in parameters)
+
+
+def parameters(names: Iterable[str], *declared: Callable[..., Any], **defaults: Any) -> list[Parameter]:
+    """Parameters by their names, each as the first of these functions that has it declares it.
+
+    Those behind "*" go by keyword, all others may go by position. defaults: in place of those that are declared.
+    """
+    known = {p.name: p for function in reversed(declared) for p in inspect.signature(function).parameters.values()}
+    for name, value in defaults.items():
+        kinds = known[name].annotation if value is not None else f"{known[name].annotation} | None"
+        known[name] = known[name].replace(default=value, annotation=kinds)
+    names = [*names]
+    at = names.index("*") if "*" in names else len(names)
+    by_position = [known[name].replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for name in names[:at]]
+    return [*by_position, *(known[name].replace(kind=Parameter.KEYWORD_ONLY) for name in names[at + 1 :])]
+
+
+def takes(parameters: Sequence[Parameter], **renamed: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a function of a dictionary: it becomes one of these parameters, which are declared elsewhere.
+
+    A method has `self` as the first of them. renamed: what callers call a parameter, by its name in the dictionary.
+    """
+    shown = [p.replace(name=renamed.get(p.name, p.name)) for p in parameters]
+    given = [(p.name, own.name) for p, own in zip(parameters, shown)]
+    start = int(shown[0].name == "self")
+    values = f"{'self, ' * start}{{{', '.join(f'{name!r}: {own}' for name, own in given[start:])}}}"
+    usual = [p for p in shown if p.default is not p.empty]
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        scope = {**function.__globals__, "function": function}
+        made = redefine(function, shown, f"return function({values})", scope)
+        made.__defaults__ = tuple(p.default for p in usual if p.kind is not p.KEYWORD_ONLY)
+        made.__kwdefaults__ = {p.name: p.default for p in usual if p.kind is p.KEYWORD_ONLY}
+        functools.update_wrapper(made, function)
+        made.__signature__ = inspect.Signature(shown, return_annotation=inspect.signature(function).return_annotation)
+        return made  # type: ignore[no-any-return]
+
+    return decorate

@@ -12,11 +12,13 @@ from fi_core.attention.forms.tables_plan import BlockTablesPlan, buffers_in, ste
 from fi_core.attention.mask import mask_of_rank, pages_of_heads
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import facts_of
+from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import unsupported
 from fi_core.runtime.invariance import is_on
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import with_lse
+from fi_core.runtime.signature import parameters, takes
 from fi_core.utils import ceil_div, check_shape_dtype_device, int32_index
 
 _BACKENDS: dict[str, int] = dict.fromkeys(("auto", "trtllm-gen", "xqa"), 0)
@@ -314,41 +316,21 @@ def trtllm_batch_decode_with_kv_cache(
     return _run(call, q_len, by_head, cum_seq_lens_q, max_q_len, return_lse)
 
 
+_OF_XQA = words(
+    "query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale bmm2_scale window_left out sinks",
+    "kv_layout enable_pdl q_len_per_req o_scale mask kv_cache_sf cum_seq_lens_q * disable_split_kv",
+)
+
+
 @fi_api
-def xqa_batch_decode_with_kv_cache(
-    query: torch.Tensor,
-    kv_cache: Cache,
-    workspace_buffer: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seq_len: int,
-    bmm1_scale: Scale = 1.0,
-    bmm2_scale: Scale = 1.0,
-    window_left: int = -1,
-    out: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    kv_layout: str = "NHD",
-    enable_pdl: bool | None = None,
-    q_len_per_req: int | None = 1,
-    o_scale: float | None = 1.0,
-    mask: torch.Tensor | None = None,
-    kv_cache_sf: Any = None,
-    q_cu_seq_lens: torch.Tensor | None = None,
-    *,
-    disable_split_kv: bool = False,
-) -> torch.Tensor:
+@takes(parameters(_OF_XQA, trtllm_batch_decode_with_kv_cache, kv_layout="NHD"), cum_seq_lens_q="q_cu_seq_lens")
+def xqa_batch_decode_with_kv_cache(given: dict[str, Any]) -> torch.Tensor:
     """`trtllm_batch_decode_with_kv_cache` with "NHD" as the default layout; the output has the dtype of out or query.
 
     Args:
         q_cu_seq_lens: cum_seq_lens_q of that function, with q_len_per_req as its max_q_len.
     """
-    result: torch.Tensor = trtllm_batch_decode_with_kv_cache(
-        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
-        out, sinks=sinks, kv_layout=kv_layout, enable_pdl=enable_pdl, q_len_per_req=q_len_per_req, o_scale=o_scale,
-        mask=mask, max_q_len=q_len_per_req, kv_cache_sf=kv_cache_sf, cum_seq_lens_q=q_cu_seq_lens,
-        disable_split_kv=disable_split_kv,
-    )  # fmt: skip
-    return result
+    return trtllm_batch_decode_with_kv_cache(**given, max_q_len=given["q_len_per_req"])  # type: ignore[no-any-return]
 
 
 @fi_api

@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 from fi_core.attention.contract import Scale, check_backend, check_workspace, flat_tables, number, results
 from fi_core.attention.ops import mla as ops
+from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.page.latent import WIDTH, latent_cache
 from fi_core.runtime.invariance import is_on
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import with_lse
+from fi_core.runtime.signature import parameters, takes
 from fi_core.utils import round_up
 
 _BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen", "xqa", "cute-dsl")
@@ -189,27 +191,16 @@ def trtllm_batch_decode_with_kv_cache_mla(
     return (out, lse) if return_lse and lse is not None else out
 
 
-def xqa_batch_decode_with_kv_cache_mla(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    workspace_buffer: torch.Tensor,
-    qk_nope_head_dim: int,
-    kv_lora_rank: int,
-    qk_rope_head_dim: int,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seq_len: int,
-    out: torch.Tensor | None = None,
-    bmm1_scale: Scale = 1.0,
-    bmm2_scale: Scale = 1.0,
-    sinks: torch.Tensor | list[torch.Tensor] | None = None,
-    enable_pdl: bool | None = None,
-) -> Any:
+_OF_XQA = words(
+    "query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim block_tables seq_lens max_seq_len",
+    "out bmm1_scale bmm2_scale sinks enable_pdl",
+)
+
+
+@takes(parameters(_OF_XQA, trtllm_batch_decode_with_kv_cache_mla))
+def xqa_batch_decode_with_kv_cache_mla(given: dict[str, Any]) -> Any:
     """`trtllm_batch_decode_with_kv_cache_mla` for dense attention, under XQA's name."""
-    return trtllm_batch_decode_with_kv_cache_mla(
-        query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens,
-        max_seq_len, out=out, bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, sinks=sinks, enable_pdl=enable_pdl,
-    )  # fmt: skip
+    return trtllm_batch_decode_with_kv_cache_mla(**given)
 
 
 class Tables(NamedTuple):

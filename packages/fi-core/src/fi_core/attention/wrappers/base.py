@@ -12,10 +12,12 @@ from fi_core.attention.cudnn import planned as cudnn
 from fi_core.attention.ops.request import Facts
 from fi_core.attention.wrappers import planners
 from fi_core.attention.wrappers.tables import copy_tables, fixed_batch_size
+from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.machine import rehearsal
+from fi_core.runtime.signature import parameters, takes
 from fi_core.utils import PosEncodingMode, check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
@@ -142,6 +144,26 @@ def _returning_lse(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
+_OF_PLAN = (*contract.Scores._fields, "causal", "window_left")
+
+
+def older_form(run: Any, plan: Callable[..., Any], *names: str) -> Callable[..., Any]:
+    """`forward` of a wrapper, with the parameters of these names as `plan` and `run` declare them."""
+    taken = parameters(words("self", *names), plan, run)
+
+    def forward(self: Any, given: dict[str, Any]) -> Any:
+        """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
+        options = {name: given.pop(name) for name in _OF_PLAN if name in given}
+        given.pop("use_fp16_qk_reduction", None)
+        if options:
+            scores = contract.Scores(*(options.pop(name) for name in contract.Scores._fields))
+            self._replace_options(**options, **scores.fields())
+        return self.run(**given)
+
+    forward.__qualname__, forward.__module__ = f"{run.__qualname__.rpartition('.')[0]}.forward", run.__module__
+    return takes(taken)(forward)
+
+
 class PlanState:
     """The part of a planned wrapper that tells whether `run` may be called."""
 
@@ -253,6 +275,8 @@ class PlannedWrapper(ReturnsLse, PlanState):
     def _forget_plan(self) -> None:
         super()._forget_plan()
         self._call = None
+
+    _replace_options = _change
 
     def _set_call(self, plan: Any, choice: Choice | None) -> None:
         """Makes this the plan, and the call of the kernel that runs it. choice: expected of runs."""

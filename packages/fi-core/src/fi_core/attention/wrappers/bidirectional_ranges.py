@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from fi_core.attention.contract import Cache, check_shape, dtype_of, encoding, type_fields
 from fi_core.attention.wrappers import pattern_trace
+from fi_core.attention.wrappers.base import older_form
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.checked import checked
+from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import refuse, unsupported
 from fi_core.runtime.lazy import torch
+from fi_core.runtime.signature import parameters, takes
 
 _VARIANT = r"""
 struct CausalOrInRange : AttentionVariantBase {
@@ -39,6 +43,12 @@ struct CausalOrInRange : AttentionVariantBase {
 };
 """
 _UNLIMITED = 1 << 40  # a window
+_MASKS = words(
+    "custom_mask packed_custom_mask causal prefix_len_ptr max_item_len_ptr token_pos_in_items_ptr",
+    "token_pos_in_items_len",
+)
+_OTHERS = words("rope_scale rope_theta seq_lens seq_lens_q block_tables uniform_q_len")  # of the paged wrapper's plan
+_OF_PLAN = [name for name in signature(BatchPrefillWithPagedKVCacheWrapper.plan).parameters if name not in _OTHERS]
 _COMPILED = ("head_dim_qk", "head_dim_vo", "q_data_type", "kv_data_type", "o_data_type")
 
 
@@ -98,38 +108,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         self._variant_owns_mask = True  # on Hopper's kernel too, which the argument of that name excludes
 
     @fi_api
-    def plan(  # type: ignore[override]
-        self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        head_dim_vo: int | None = None,
-        custom_mask: torch.Tensor | None = None,
-        packed_custom_mask: torch.Tensor | None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: torch.dtype | str | None = None,
-        kv_data_type: torch.dtype | str | None = None,
-        o_data_type: torch.dtype | str | None = None,
-        non_blocking: bool = True,
-        prefix_len_ptr: torch.Tensor | None = None,
-        token_pos_in_items_ptr: torch.Tensor | None = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-    ) -> None:
+    @takes(parameters(_OF_PLAN, BatchPrefillWithPagedKVCacheWrapper.plan, q_data_type=None))
+    def plan(self, given: dict[str, Any]) -> None:
         """Plans the next `run` calls: `BatchPrefillWithPagedKVCacheWrapper.plan`.
 
         Args:
@@ -143,25 +123,18 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             NotImplementedError: another mask or an encoding.
         """
         self._forget_plan()
-        masks: dict[str, Any] = {"custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask, "causal": causal}
-        masks |= {"prefix_len_ptr": prefix_len_ptr, "max_item_len_ptr": max_item_len_ptr}
-        masks |= {"token_pos_in_items_ptr": token_pos_in_items_ptr, "token_pos_in_items_len": token_pos_in_items_len}
         instead = "the mask is bidirectional_ranges, causal_window_left and range_window_left of run"
-        if window_left != -1:
-            raise unsupported("window_left", window_left, instead)
-        refuse(instead, **masks)
-        refuse("rotate queries and keys before", pos_encoding_mode=encoding(pos_encoding_mode))
-        given: dict[str, Any] = dict(zip(_COMPILED, (head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type)))
-        for name, value in given.items():
-            if value is not None and self._compiled[name] != (dtype_of(value, name) if "type" in name else value):
-                raise ValueError(f"{name}: {self._compiled[name]} of the constructor is required; got {value}")
-        tables = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, **self._compiled}
-        options |= {"max_token_per_sequence": max_token_per_sequence, "max_sequence_kv": max_sequence_kv}
-        options |= {"fixed_split_size": fixed_split_size, "disable_split_kv": disable_split_kv}
-        super().plan(*tables, num_qo_heads, num_kv_heads, page_size=page_size, non_blocking=non_blocking, **options)
+        if given["window_left"] != -1:
+            raise unsupported("window_left", given["window_left"], instead)
+        refuse(instead, **{name: given.pop(name) for name in _MASKS})
+        refuse("rotate queries and keys before", pos_encoding_mode=encoding(given["pos_encoding_mode"]))
+        for name, compiled in self._compiled.items():
+            value = given[name]
+            if value is not None and compiled != (dtype_of(value, name) if "type" in name else value):
+                raise ValueError(f"{name}: {compiled} of the constructor is required; got {value}")
+        super().plan(**{**given, **self._compiled})
 
-    begin_forward = plan  # type: ignore[assignment]
+    begin_forward = plan
 
     @fi_api(trace=pattern_trace.ranges, planned=pattern_trace.PLANNED_RANGES)
     @checked
@@ -216,22 +189,11 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         options: dict[str, Any] = {"enable_pdl": enable_pdl, "kv_cache_sf": kv_cache_sf}
         return super().run(q, paged_kv_cache, *args, out=out, lse=lse, return_lse=return_lse, **scales, **options)
 
-    @fi_api
-    def forward(  # type: ignore[override]
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: Cache,
-        bidirectional_ranges: torch.Tensor,
-        causal_window_left: int = -1,
-        range_window_left: int = -1,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        enable_pdl: bool | None = None,
-        kv_cache_sf: Any = None,
-        *,
-        return_lse: bool = False,
-    ) -> Any:
-        """`run` into new results."""
-        ranges, scales = (bidirectional_ranges, causal_window_left, range_window_left), (q_scale, k_scale, v_scale)
-        return self.run(q, paged_kv_cache, *ranges, *scales, None, None, return_lse, enable_pdl, kv_cache_sf)
+    forward = fi_api(
+        older_form(
+            run,
+            plan,
+            "q paged_kv_cache bidirectional_ranges causal_window_left range_window_left q_scale k_scale v_scale",
+            "enable_pdl kv_cache_sf * return_lse",
+        )
+    )

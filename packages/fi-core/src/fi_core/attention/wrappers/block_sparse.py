@@ -9,7 +9,7 @@ from typing import Any
 
 from fi_core.attention.contract import Scores, check_shape
 from fi_core.attention.wrappers import pattern_trace
-from fi_core.attention.wrappers.base import AroundWrapper, ReturnsLse
+from fi_core.attention.wrappers.base import AroundWrapper, ReturnsLse, older_form
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
@@ -70,9 +70,8 @@ class PatternWrapper(ReturnsLse, AroundWrapper):
         backend: str = self._inner.resolved_backend
         return backend
 
-    def _set_scores(self, *options: Any) -> None:
-        """Replaces the options of the plan's scores by those of `forward`, which are the arguments of `Scores`."""
-        self._inner._change(**Scores(*options).fields())
+    def _replace_options(self, **fields: Any) -> None:
+        self._inner._change(**fields)
 
 
 @fi_api
@@ -201,24 +200,12 @@ class BlockSparseAttentionWrapper(PatternWrapper):
             q, (k, v), *given, **self._scales, out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl
         )
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale_q: torch.Tensor | None = None,
-        scale_k: torch.Tensor | None = None,
-        scale_v: torch.Tensor | None = None,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Any:
-        """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
-        self._set_scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        return self.run(q, k, v, scale_q, scale_k, scale_v)
+    forward = older_form(
+        run,
+        plan,
+        "q k v scale_q scale_k scale_v pos_encoding_mode use_fp16_qk_reduction logits_soft_cap sm_scale",
+        "rope_scale rope_theta",
+    )
 
 
 def _by_row(mask: torch.Tensor, begins: torch.Tensor, nnz: int, R: int, C: int) -> torch.Tensor:
@@ -376,18 +363,6 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
         result = result if as_result is None else as_result.copy_(result)
         return result if row_lse is None else (result, by_head(row_lse))
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Any:
-        """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
-        self._set_scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        return self.run(q, k, v)
+    forward = older_form(
+        run, plan, "q k v pos_encoding_mode use_fp16_qk_reduction logits_soft_cap sm_scale rope_scale rope_theta"
+    )

@@ -6,12 +6,12 @@ import functools
 import warnings
 from typing import Any
 
-from fi_core.attention.contract import Scores, flag, row_elements, scales_of, unpack
+from fi_core.attention.contract import flag, row_elements, scales_of, unpack
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import by_variant
 from fi_core.attention.schedule import DecodePlan, split_kv_of
 from fi_core.attention.wrappers import arguments, trace
-from fi_core.attention.wrappers.base import explain, run_scales
+from fi_core.attention.wrappers.base import explain, older_form, run_scales
 from fi_core.attention.wrappers.decode_plan import BatchDecodePlan, check_call
 from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
@@ -241,27 +241,14 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
         self.last_choice = ran or self.last_choice
         return (out, lse) if return_lse and lse is not None else out
 
-    @fi_api
-    def forward(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        pos_encoding_mode: str = "NONE",
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        *,
-        return_lse: bool = False,
-    ) -> Any:
-        """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
-        options = Scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta).fields()
-        self._change(window_left=window_left, **options)
-        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+    forward = fi_api(
+        older_form(
+            run,
+            plan,
+            "q paged_kv_cache pos_encoding_mode q_scale k_scale v_scale window_left logits_soft_cap sm_scale",
+            "rope_scale rope_theta * return_lse",
+        )
+    )
 
     def _ready(self, head_dim_vo: int = 0) -> tuple[DecodePlan, Any]:
         """The plan and its call, made anew: for values of this head dim, or because an option has changed."""

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fi_core.attention.contract import Cache, Scores, check_length, kv_lens, unpack
+from fi_core.attention.contract import Cache, check_length, kv_lens, unpack
 from fi_core.attention.wrappers import trace
+from fi_core.attention.wrappers.base import older_form
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.log import fi_api
 from fi_core.runtime.lazy import torch
@@ -302,25 +303,11 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         scales, results, form = (q_scale, k_scale, v_scale), (out, lse, return_lse), (lse_base, lse_layout)
         return self._attend(q, k, v, args, scales, results, form, enable_pdl, sinks, kv_cache_sf)
 
-    @fi_api
-    def forward(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: Cache,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        *,
-        return_lse: bool = False,
-    ) -> Any:
-        """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
-        options = Scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta).fields()
-        self._change(causal=causal, window_left=window_left, **options)
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+    forward = fi_api(
+        older_form(
+            run,
+            plan,
+            "q paged_kv_cache causal pos_encoding_mode use_fp16_qk_reduction k_scale v_scale window_left",
+            "logits_soft_cap sm_scale rope_scale rope_theta * return_lse",
+        )
+    )

@@ -19,10 +19,17 @@ from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from fi_core.attention.wrappers.paged import lengths_of as kv_lens_on
 from fi_core.attention.wrappers.side_by_side import divide, halves, lengths_of, operations, side_by_side
 from fi_core.observe.checked import checked
+from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import refuse
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.resolve.ahead import planned
+from fi_core.runtime.signature import parameters, takes
+
+_OF_PLAN = words(
+    "self indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size pos_encoding_mode window_left",
+    "q_data_type kv_data_type data_type sm_scale rope_scale rope_theta non_blocking",
+)
 
 
 def _attend_request(
@@ -93,31 +100,10 @@ class PODWithPagedKVCacheWrapper(AroundWrapper):
         return enabled
 
     @fi_api
-    def plan(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        q_data_type: torch.dtype | str = "float16",
-        kv_data_type: torch.dtype | str | None = None,
-        data_type: torch.dtype | str | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        non_blocking: bool = True,
-    ) -> None:
+    @takes(parameters(_OF_PLAN, BatchDecodeWithPagedKVCacheWrapper.plan))
+    def plan(self, given: dict[str, Any]) -> None:
         """Plans the decode half of the next `run` calls: `BatchDecodeWithPagedKVCacheWrapper.plan`."""
-        shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        options = Scores(pos_encoding_mode, None, sm_scale, rope_scale, rope_theta)._asdict()
-        options |= {"q_data_type": q_data_type, "kv_data_type": kv_data_type, "data_type": data_type}
-        options |= {"window_left": window_left, "non_blocking": non_blocking}
-        self._inner.plan(indptr, indices, last_page_len, *shape, **options)
+        self._inner.plan(**given)
 
     begin_forward = plan
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fi_core.attention.contract import Scores
 from fi_core.attention.schedule import PrefillPlan
 from fi_core.attention.wrappers import trace
+from fi_core.attention.wrappers.base import older_form
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame, unsupported
@@ -200,27 +200,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         scales, results, form = (q_scale, k_scale, v_scale), (out, lse, return_lse), (lse_base, lse_layout)
         return self._attend(q, k, v, args, scales, results, form, enable_pdl, self._sinks, kv_cache_sf)
 
-    @fi_api
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        *,
-        return_lse: bool = False,
-    ) -> Any:
-        """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
-        options = Scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta).fields()
-        self._change(causal=causal, window_left=window_left, **options)
-        return self.run(q, k, v, return_lse=return_lse)
+    forward = fi_api(
+        older_form(
+            run,
+            plan,
+            "q k v causal pos_encoding_mode use_fp16_qk_reduction window_left logits_soft_cap sm_scale rope_scale",
+            "rope_theta * return_lse",
+        )
+    )
 
 
 def _require_same(name: str, given: torch.Tensor | None, of: str, own: torch.Tensor) -> None:

@@ -245,7 +245,7 @@ def fused_qk_rmsnorm_rope(
     """Normalizes q and k over all their heads, rotates them by the place of the token in a video, and copies v.
 
     Token t of a sequence lies in frame `t // (pph ppw)`, row `t // ppw % pph` and column `t % ppw`. The pairs of a head
-    turn by the frame (num_frame_channels / 2 of them), then by the row, then by the column: pair i of an axis with c
+    rotate by the frame (num_frame_channels / 2 of them), then by the row, then by the column: pair i of an axis with c
     channels by `position base^(-2 i / c)` (RoPE, arXiv:2104.09864). Channels beyond the three counts stay as they are.
     Arithmetic is in fp32 with one rounding.
 
@@ -257,7 +257,7 @@ def fused_qk_rmsnorm_rope(
         ppf: patches along the frames.
         pph: patches along the height.
         ppw: patches along the width.
-        num_frame_channels: channels of a head that turn by the frame; even.
+        num_frame_channels: channels of a head that rotate by the frame; even.
         num_height_channels: likewise by the row.
         num_width_channels: likewise by the column. The sum of the three is a multiple of 16, at most head_dim.
         num_heads_q: heads of q.

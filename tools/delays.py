@@ -255,7 +255,8 @@ def judged(reference: Outcome, delayed: Outcome) -> str:
     return f"{wrong} of {len(delayed.sums)} runs differ" if wrong else ""
 
 
-def _part(text: str) -> tuple[int, int]:
+def part(text: str) -> tuple[int, int]:
+    """`K/N`, the K-th of N parts."""
     number, _, of = text.partition("/")
     if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
         raise argparse.ArgumentTypeError(f"K/N with K from 1 to N is required; got {text!r}")
@@ -272,7 +273,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once")
     parser.add_argument("--lines", type=Path, default=LINES, help="file of cases (delays.txt)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the command")
-    parser.add_argument("--part", type=_part, default=(1, 1), metavar="K/N", help="the K-th of N parts of the cases")
+    parser.add_argument("--part", type=part, default=(1, 1), metavar="K/N", help="the K-th of N parts of the cases")
     parser.add_argument("--json", type=Path, help="write all checksums and failures here")
     parser.add_argument("--planted", action="store_true", help="put errors into copies of kernels; each must show")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)

@@ -11,6 +11,7 @@ Exit code 0: every call is served and right, by kernels of the wheels alone. 1: 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -22,6 +23,8 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from delays import part
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 if __name__ == "__main__":
@@ -102,14 +105,15 @@ def serve(args: Namespace) -> int:
     for folder in (Path(fi_core.__file__).parent, *(provider.directory for provider in providers())):
         if not folder.is_relative_to(args.folder):
             finding(f"{folder}: {OUTSIDE}")
-    for place, function, sizes in chosen(args.models, args.functions):
+    number, of = args.part
+    for place, function, sizes in itertools.islice(chosen(args.models, args.functions), number - 1, None, of):
         count += 1
         try:
             kernels |= make(function, sizes, args.device)
         except Exception as error:  # whatever it is, this call is not served
             what = " ".join(f"{type(error).__name__}: {error}".split())[:400]
             finding(f"{place}: {function} {dict(sizes)}: {what}")
-        if not count % 50:
+        if not count % 20:
             print(f"{count} calls, {findings} findings, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     for name, origin in kernels.items():
         if not set(origin.split(" + ")) <= SHIPPED:
@@ -127,6 +131,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--device", default="cuda", help="cuda, cpu, or the name of a target (cuda)")
     parser.add_argument("--models", nargs="+", default=[], metavar="MODEL", help="of tests/core/serving_calls.py (all)")
     parser.add_argument("--functions", nargs="+", default=[], metavar="FUNCTION", help="limit the calls to these (all)")
+    parser.add_argument("--part", type=part, default=(1, 1), metavar="K/N", help="the K-th of N parts of the calls")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(words)
     if args.serve:
@@ -143,6 +148,7 @@ def main(words: list[str]) -> int:
         path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))  # the rest may hold torch
         places = {"PYTHONPATH": path, "PATH": str(programs), "FI_CACHE_DIR": str(store), "FI_JIT": "off"}
         line = [sys.executable, "-B", __file__, str(site), "--serve", f"--device={args.device}"]
+        line.append(f"--part={args.part[0]}/{args.part[1]}")
         for name in ("models", "functions"):
             line += [f"--{name}", *getattr(args, name)] if getattr(args, name) else []
         done = subprocess.run(line, env=os.environ | places, cwd=scratch, check=False)

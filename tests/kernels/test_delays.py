@@ -120,7 +120,7 @@ def _with_error(error: delays.Any) -> Spec:
     """A configuration for Hopper whose unit includes the header, in fp8 if the case of the error is."""
     found = (spec for op in ops().values() for spec in specs(op, census.TARGET))
     having = [spec for spec in found if f"fi/{error.header}" in sources.headers(sources.artifacts(spec)[1])]
-    return min(having, key=lambda spec: ("e4m3" in spec.name) != ("fp8" in error.line))
+    return min(having, key=lambda spec: ("e4m3" in spec.name) != any(word in error.line for word in ("fp8", "float8")))
 
 
 @pytest.mark.slow

@@ -35,10 +35,10 @@ from fi_core.runtime.spec.op import Op, Spec
 from fi_core.runtime.spec.target import CPU, PREBUILT_ARCHS, Target
 
 KINDS = ("cpu", "cuda", "cubin")
-# Bytes of the device binaries in an archive, unless one is larger: those of an op resemble each other. MB of the 296 of
-# sm_90a, 34.6 unpacked, and ms to unpack a file, on average and at most, on a busy core: alone 5.9, in archives of
-# 512 KB 4.7, 5, 21, of 1 MB 4.2, 6, 25, of 2 MB 3.7, 8, 44, of a whole op 2.8, 13, 168.
-ARCHIVE = 1 << 20
+# Bytes of the device binaries in an archive, unless one is larger: those of an op resemble each other. MB of the 309 of
+# sm_90a, 37.9 unpacked, and ms of a core to unpack a file, on average and at most: alone 6.3, 1.0, 4; in archives of
+# 1 MB 4.6, 4.5, 9, of 1.5 MB 4.2, 5.5, 11, of 2 MB 4.1, 7, 14, of a whole op 3.7, 17, 48.
+ARCHIVE = 3 << 19
 NOWHERE: Mapping[str, str | None] = {"commit": None, "tree": None}  # of a git repository; None: a tree with changes
 
 

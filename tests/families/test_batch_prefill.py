@@ -192,7 +192,7 @@ def test_a_mask_of_any_shape(device: str) -> None:
 
 @pytest.mark.parametrize("kv_dtype", FP8)
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("dims", "page_size"), [((64, 64), 16), ((128, 128), 1), ((192, 128), 3)])
+@pytest.mark.parametrize(("dims", "page_size"), [((64, 64), 16), ((128, 128), 1), ((192, 128), 3), ((256, 256), 16)])
 def test_fp8_keys(
     dims: tuple[int, int], page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: str
 ) -> None:
@@ -205,6 +205,17 @@ def test_fp8_keys(
     tolerance = TOLERANCE[torch.bfloat16]  # that of the probabilities
     check(b, run=scales, expect={"k_scale": 1.3, "v_scale": 0.7}, tolerance=tolerance, logits_soft_cap=3.0,
           o_data_type=other)  # fmt: skip
+
+
+@pytest.mark.parametrize("power", [-60, 0, 60])
+@pytest.mark.parametrize("dims", [(128, 128), (256, 256)])
+def test_queries_of_any_size_over_fp8_keys(dims: tuple[int, int], power: int, device: str) -> None:
+    """A Hopper kernel computes in half, and multiplies a row by a power of two before. Keys may be split."""
+    b = batch([(20, 5000), (3, 9)], dims=dims, dtype=torch.bfloat16, kv_dtype=FP8[0], page_size=16, device=device)
+    b.q.mul_(2.0**power)
+    b.q[::5] = 0
+    scale = {"k_scale": 2.0**-power}
+    check(b, causal=True, run=scale, expect=scale)
 
 
 def assert_fp8(w: Any, b: Any, out: torch.Tensor, lse: torch.Tensor, **options: Any) -> None:

@@ -169,7 +169,7 @@ def test_fa3_refuses_with_reasons() -> None:
         ({"page_size": 1}, "wgmma_sm90", ""),
         ({"q": "e5m2", "kv": "e5m2", "out": "e4m3", "head_dim_qk": 256, "head_dim_vo": 256}, "wgmma_sm90", ""),
         ({"kv": "e4m3", "head_dim_qk": 64, "head_dim_vo": 64, "out": "f16", "scaled": True}, "wgmma_sm90", ""),
-        ({"kv": "e4m3", "head_dim_qk": 256, "head_dim_vo": 256}, "mma_sm80", "head_dim_qk up to 192 for a 16-bit q"),
+        ({"kv": "e4m3", "head_dim_qk": 256, "head_dim_vo": 256}, "wgmma_sm90", ""),
         ({"page_size": 0}, "wgmma_sm90", ""),  # ragged
         ({"head_dim_qk": 192, "head_dim_vo": 128}, "wgmma_sm90", ""),
         ({"head_dim_qk": 192, "head_dim_vo": 192}, "mma_sm80", "requires head_dim_vo == head_dim_qk, or 128 for 192"),

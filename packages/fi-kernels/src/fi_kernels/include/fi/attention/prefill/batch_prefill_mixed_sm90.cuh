@@ -6,14 +6,17 @@
 
 namespace fi {
 
-template <class T, class KV, int kDimQK, int kDimVO, int kKeys, bool kCapped, int kRawStages>
+// bf16 queries become half, since an instruction makes two fp8 numbers half and four make them bf16.
+template <class Query, class KV, int kDimQK, int kDimVO, int kKeys, bool kCapped, int kConsumers, int kRawStages>
 struct PrefillMixedKernel {
+  using T = __half;
   static constexpr int kStages = 2, kPaddedQK = (kDimQK + 127) / 128 * 128, kPaddedVO = (kDimVO + 127) / 128 * 128;
-  static constexpr int kProducerRegisters = 40, kConverterRegisters = 40, kConsumerRegisters = 216;
-  static_assert(registers_fit(kProducerRegisters + kConverterRegisters + 2 * kConsumerRegisters, 4), "registers");
+  static constexpr int kOtherRegisters = kConsumers > 2 ? (kDimVO > 64 ? 24 : 32) : kDimVO > 128 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kConsumers > 2 ? (kDimVO > 64 ? 144 : 136) : kDimVO > 128 ? 224 : 216;
+  static_assert(registers_fit(2 * kOtherRegisters + kConsumers * kConsumerRegisters, kConsumers + 2), "registers");
 
-  using Wide = PrefillKernel<T, kDimQK, kDimVO, kKeys, false, kCapped, 2,
-                             226 * 1024 - kRawStages * kKeys*(kPaddedQK + kPaddedVO), true>;
+  using Wide = PrefillKernel<T, kDimQK, kDimVO, kKeys, false, kCapped, kConsumers,
+                             226 * 1024 - kRawStages * kKeys*(kPaddedQK + kPaddedVO), true, Query>;
   static_assert(Wide::kStages == kStages, "16-bit stages");
 
   // fp8 tiles, [dim / 128][keys][128] in the 128-byte swizzle, where the last block may be partly used.
@@ -39,7 +42,7 @@ struct PrefillMixedKernel {
     pdl_wait();
     const int group = warpgroup_index();
     if (group == 0) {
-      give_registers<kProducerRegisters>();
+      give_registers<kOtherRegisters>();
       const int warp = warp_index();
       const typename Wide::Producers producers{p, shared.wide};
       if (warp == 0)
@@ -51,7 +54,7 @@ struct PrefillMixedKernel {
       else if (warp == 3)
         producers.schedule(false);
     } else if (group == 1) {
-      give_registers<kConverterRegisters>();
+      give_registers<kOtherRegisters>();
       convert_all();
     } else {
       take_registers<kConsumerRegisters>();
@@ -85,29 +88,42 @@ struct PrefillMixedKernel {
         });
   }
 
-  // Each thread converts 8 columns at a time.
+  // A thread converts 8 columns of every kStep-th key. Their places in the swizzle repeat with 8 keys.
   template <int kDim>
   FI_DEVICE static void convert(const KV* raw, typename Shared::RawPipeline& raw_pipeline, const PipelineState& from,
                                 T* to, typename Wide::TilePipeline& to_pipeline, const PipelineState& at) {
-    constexpr int kPieces = kDim / 8;
     raw_pipeline.wait(from);
     to_pipeline.acquire({at.stage, at.phase ^ 1});
-#pragma unroll 4
-    for (int i = threadIdx.x % 128; i < kKeys * kPieces; i += 128) {
-      const int key = i / kPieces, piece = i % kPieces;
-      const uint2 x = *reinterpret_cast<const uint2*>(reinterpret_cast<const char*>(raw) + piece / 16 * (kKeys * 128) +
-                                                      swizzled_offset(key, piece % 16 / 2) + piece % 2 * 8);
-      *reinterpret_cast<uint4*>(reinterpret_cast<char*>(to) + SwizzledTile<T, kKeys>::offset(key, piece * 8)) = {
-          dequantize_pair(x.x, KV(), T()), dequantize_pair(x.x >> 16, KV(), T()), dequantize_pair(x.y, KV(), T()),
-          dequantize_pair(x.y >> 16, KV(), T())};
-    }
+    const char* source = reinterpret_cast<const char*>(raw);
+    char* target = reinterpret_cast<char*>(to);
+#pragma unroll
+    for (int block = 0; block < kDim / 128; ++block)
+      convert_columns<16>(source + block * kKeys * 128, target + block * kKeys * 256);
+    if constexpr (kDim % 128 > 0)
+      convert_columns<kDim % 128 / 8>(source + kDim / 128 * kKeys * 128, target + kDim / 128 * kKeys * 256);
     pass_on_warp(raw_pipeline, from.stage, to_pipeline, at.stage);
+  }
+  // kPieces: of 8 columns, of a line of 128 fp8 columns.
+  template <int kPieces>
+  FI_DEVICE static void convert_columns(const char* from, char* to) {
+    constexpr int kStep = 128 / kPieces;
+    static_assert(kStep % 8 == 0 && kKeys % kStep == 0, "whole steps of 8 keys");
+    const int thread = threadIdx.x % 128, key = thread / kPieces, piece = thread % kPieces;
+    from += swizzled_offset(key, piece / 2) + piece % 2 * 8;
+    to += SwizzledTile<T, kKeys>::offset(key, piece * 8);
+#pragma unroll 4
+    for (int i = 0; i < kKeys / kStep; ++i, from += kStep * 128, to += kStep * 128) {
+      const uint2 x = *reinterpret_cast<const uint2*>(from);
+      *reinterpret_cast<uint4*>(to) = {halves(x.x, KV()), upper_halves(x.x, KV()), halves(x.y, KV()),
+                                       upper_halves(x.y, KV())};
+    }
   }
 };
 
-template <class T, class KV, int kDimQK, int kDimVO, int kKeys, bool kCapped, int kRawStages, int kSharedBytes>
+template <class Query, class KV, int kDimQK, int kDimVO, int kKeys, bool kCapped, int kConsumers, int kRawStages,
+          int kSharedBytes>
 FI_DEVICE void batch_prefill_wgmma_mixed(const BatchPrefillParams& params) {
-  using Kernel = PrefillMixedKernel<T, KV, kDimQK, kDimVO, kKeys, kCapped, kRawStages>;
+  using Kernel = PrefillMixedKernel<Query, KV, kDimQK, kDimVO, kKeys, kCapped, kConsumers, kRawStages>;
   run_in_shared<Kernel, kSwizzlePeriod, kSharedBytes>(params);
 }
 

@@ -1,6 +1,7 @@
 // Batch prefill on Hopper: persistent warp-specialised CTAs. A tile scheduler warp, TMA producer warps for Q, K and V,
 // and consumer warpgroups of 64 rows each (wgmma): the softmax of one warpgroup overlaps the products of the others.
 #pragma once
+#include "fi/attention/prefill/half_queries_sm90.cuh"
 #include "fi/attention/prefill/online_softmax_sm90.cuh"
 #include "fi/attention/prefill/tma_producer_sm90.cuh"
 #include "fi/attention/prefill/variant_sm90.cuh"
@@ -17,9 +18,9 @@ namespace fi {
 
 // Rows r = token * group + head of the group: a tile reads each key once for all heads that share it.
 // kConsumers: groups of 64 rows. kBytes: of shared memory for tiles. kMixed: k and v were fp8, so that scales differ by
-// head, and the output has any 16-bit type.
+// head, the output has any 16-bit type, and queries are of type Query.
 template <class T, int kDimQK, int kDimVO, int kKeys, bool kWholeRows, bool kCapped, int kConsumers,
-          int kBytes = 226 * 1024, bool kMixed = false>
+          int kBytes = 226 * 1024, bool kMixed = false, class Query = T>
 struct PrefillKernel {
   static constexpr int kRows = 64 * kConsumers, kStages = 2, kGatherWarps = 3;
   static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kDimVO > 128 ? 40 : 56;
@@ -188,6 +189,7 @@ struct PrefillKernel {
 #pragma unroll
       for (int i = 0; i < kDimVO / 2; ++i) o[i] = 0.f;
       shared.q_pipeline.wait(q_at);
+      if constexpr (!kIsSame<Query, T>) HalfQueries<kDimQK, kRows>::convert(shared.q[q_at.stage], group, scales);
       for (int j = end - 1; j >= begin; --j) {
         const auto at = PipelineState::consumer_at<kStages>(taken);
         const uint64_t keys = wgmma_further(k, at.stage * sizeof(shared.k[0]));
@@ -329,7 +331,15 @@ struct PrefillKernel {
       const int keys = uniform(work.request.kv_len - work.origin - step.tile * kKeys);
       if (keys < kCount) clear(shared.v[step.at.stage], keys, kCount, 1 + step.group);
     }
-    wgmma_registers<T>(o, weights, step.v, 2 * kValueGroup, true);
+    if constexpr (kMixed && kDimVO > 128) {  // of four warpgroups, which begin with too few registers for both halves
+      auto& halves = reinterpret_cast<float (&)[2][kDimVO / 4]>(o);
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        wgmma_registers<T>(halves[h], weights, wgmma_further(step.v, h * (kDimVO / 128) * kBlockBytes), 2 * kValueGroup,
+                           true);
+    } else {
+      wgmma_registers<T>(o, weights, step.v, 2 * kValueGroup, true);
+    }
     if (!kOverlapValues) {
       wgmma_finish(o);
       release(shared.v_pipeline.empty[step.at.stage]);

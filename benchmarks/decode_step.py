@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -20,13 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 from stream import Read, stream
+from turns import in_turns, replays
 
 import fi_core
 from fi_core.fused_moe import RoutingMethodType, WeightLayout, trtllm_bf16_moe
 from fi_core.gemm import mm_bf16
 
 PAGE, EPS = 16, 1e-6
-REPEATS = 20
 # What a kernel's name holds, and the kind that it counts to; the first that fits.
 KINDS = (("attention", ("batch_decode", "decode")), ("experts", ("moe", "rout")), ("products", ("gemm", "small_m")))
 
@@ -189,32 +188,6 @@ class Step:
             elements -= unused * 3 * m.width * m.hidden
         cache = m.layers * self.batch * self.length * 2 * m.kv_heads * m.head_dim
         return 2 * (elements + cache)
-
-
-def replays(call: Callable[[], object]) -> Callable[[], None]:
-    """A CUDA graph of the call."""
-    for _ in range(2):  # compiles, and gives each kernel its memory
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
-def in_turns(*calls: Callable[[], object]) -> list[float]:
-    """Median times in microseconds of calls that take turns."""
-    found: list[list[float]] = [[] for _ in calls]
-    for turn in range(REPEATS + 3):
-        for times, call in zip(found, calls):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            if turn >= 3:
-                times.append(begin.elapsed_time(end) * 1e3)
-    return [statistics.median(times) for times in found]
 
 
 def kind_of(name: str) -> str:

@@ -60,6 +60,19 @@ def nvfp4_table() -> str:
     return table(head, lines)
 
 
+def kv_dtypes_table(kind: str) -> str:
+    """Drawn shapes over fp8 caches, as a share of the time over bf16 caches."""
+    found: dict[int, list[float]] = {}
+    for row in rows("kv-dtypes"):
+        if row["kind"] == kind:
+            found.setdefault(row["head_dim"], []).append(row["fp8_us"] / row["bf16_us"])
+    lines = [
+        (dim, len(of), f"**{statistics.geometric_mean(of):.2f}**", f"{min(of):.2f} .. {max(of):.2f}")
+        for dim, of in sorted(found.items())
+    ]
+    return table(("head dim", "cases", "fp8 time / bf16 time", "least .. most"), lines)
+
+
 CUDNN = {  # of decode, then of prefill
     "D4": "16 requests of 8192, page 16",
     "D4 NHD": "16 requests of 8192, page 16, NHD",

@@ -283,6 +283,8 @@ TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its
     "gemm-few-tokens": products.few_tokens_table,
     "gemm-drawn": products.drawn_table,
     "decode-nvfp4": attention.nvfp4_table,
+    "decode-kv-dtypes": lambda: attention.kv_dtypes_table("decode"),
+    "prefill-kv-dtypes": lambda: attention.kv_dtypes_table("prefill"),
     "decode-cudnn": lambda: attention.cudnn_table(prefill=False),
     "prefill-cudnn": lambda: attention.cudnn_table(prefill=True),
     "prefill-small-pages": attention.small_pages_table,

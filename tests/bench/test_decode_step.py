@@ -16,7 +16,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("decode_step", "stream"):
+    for name in ("decode_step", "stream", "turns"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("decode_step")
 

@@ -27,27 +27,21 @@ def implementations(op: Any, target: Any) -> tuple[str, ...]:
     return tuple(i.name for i in op.implementations if not all(i.refusals(values) for values in facts))
 
 
-# Implementations that do not promise chunks of a prompt, (b) of concepts/batch-invariance: a warp rescales its rows
-# together, or a chunk of one token is decode.
-WITHOUT_CHUNKS = {"batch_prefill": ("mma_sm80",), "single_attention": ()}  # without names: all
-
-
 def promise(op: Any, target: Any) -> str:
     """What the implementations promise that requests of an op's grid get on a target inside of batch_invariant()."""
     from fi_core.runtime.dispatch import Request, choose
     from fi_core.runtime.errors import UnsupportedError
 
-    chosen, refused = set[str](), False
+    served, refused = False, False
     for request in (Request.of(op, target, values) for values in op.grid()):
         try:
-            chosen.add(choose(request._replace(batch_invariant=True)).implementation)
+            choose(request._replace(batch_invariant=True))
+            served = True
         except UnsupportedError:
             refused = refused or any(not i.refusals(request.facts()) for i in op.implementations)
-    if not chosen:
+    if not served:
         return "refused" if refused else "-"
-    without = WITHOUT_CHUNKS.get(op.name)
-    keeps = "a c d e" if without is not None and (not without or chosen & {*without}) else "a b c d e"
-    return f"{keeps}, some refused" if refused else keeps
+    return "a b c d e, some refused" if refused else "a b c d e"
 
 
 def promises_table() -> str:

@@ -17,6 +17,7 @@ from fi_core.observe.log import fi_api
 from fi_core.observe.trace import Scalar, Tensor
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.errors import unsupported
+from fi_core.runtime.invariance import is_on
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.resolve.ahead import planned
 from fi_core.runtime.returns import setting_lse, with_lse
@@ -199,7 +200,8 @@ def single_prefill_with_kv_cache(
     """Attention of one request: `softmax(mask(q k^T * sm_scale)) v` for each head (arXiv:1706.03762).
 
     Row i is at position `p = kv_len - qo_len + i`. On CUDA, products of 16-bit and fp8 inputs run on tensor cores if
-    there are more than 16 rows per kv head; softmax weights and rotated q and k are then rounded to 16 bits.
+    there are more than 16 rows per kv head; softmax weights and rotated q and k are then rounded to 16 bits. Inside of
+    `batch_invariant()` it is batch prefill, on CUDA not in fp32.
 
     Args:
         q: `[qo_len, num_qo_heads, head_dim_qk]`, fp16, bf16, fp32, e4m3 or e5m2. Query head h uses kv head `h //
@@ -256,19 +258,19 @@ def single_prefill_with_kv_cache(
     options: dict[str, Any] = {"causal": causal, "window_left": window_left}
     options |= {"scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v}
     soft_cap, plain = logits_soft_cap or 0.0, custom_mask is packed_custom_mask is None
-    scaled = not (scale_q is scale_k is scale_v is None)
     if custom_mask is not None and k.ndim == 3 and custom_mask.ndim != 2:
         shape = (q.shape[0], k.shape[LAYOUTS[kv_layout]])
         custom_mask = custom_mask.reshape(shape) if custom_mask.numel() == shape[0] * shape[1] else custom_mask
     of_batch = (kv_layout, o_dtype, return_lse, (sm_scale, k_scale, v_scale))
     batch = functools.partial(_prefill_as_batch, (q, k, v), *of_batch, soft_cap=soft_cap, **options)
-    if kv_cache_sf is not None:
-        options = _options_of_nvfp4((q, k, v), kv_cache_sf, kv_layout, causal, custom_mask, packed_custom_mask)
-        options |= {"rope_scale": rope_scale or 1.0, "rope_theta": rope_theta or 1e4}
-        return batch(backend=backend, pos_encoding=POS_ENCODINGS[pos_encoding_mode], **options)
+    if kv_cache_sf is not None or is_on():  # the kernels of single requests follow the number of query tokens
+        more = _options_of_batch((q, k, v), kv_cache_sf, kv_layout, causal, (custom_mask, packed_custom_mask))
+        more |= {"rope_scale": rope_scale or 1.0, "rope_theta": rope_theta or 1e4, "num_ctas": num_ctas}
+        return batch(backend=backend, pos_encoding=POS_ENCODINGS[pos_encoding_mode], **more)
     if _prefill_is_regular(q, k, v, kv_layout, causal):
         form = (LAYOUTS[kv_layout], o_dtype or q.dtype, pos_encoding_mode, backend)
-        facts: dict[str, Any] = {"mask": "plain" if plain else "custom", "soft_cap": soft_cap > 0.0, "scaled": scaled}
+        facts: dict[str, Any] = {"mask": "plain" if plain else "custom", "soft_cap": soft_cap > 0.0}
+        facts |= {"scaled": not (scale_q is scale_k is scale_v is None)}
         choice = single_choice(q, k, v, *form, decode=False, **facts)
         if choice.implementation == "batch_prefill":
             return batch(backend="fa3", num_ctas=num_ctas)
@@ -295,31 +297,26 @@ def _prefill_as_batch(
     return out if lse is None else (out, lse)
 
 
-def _options_of_nvfp4(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    kv_cache_sf: Any,
-    kv_layout: str,
-    causal: bool,
-    custom_mask: torch.Tensor | None,
-    packed_custom_mask: torch.Tensor | None,
+def _options_of_batch(
+    tensors: tuple[torch.Tensor, ...], kv_cache_sf: Any, kv_layout: str, causal: bool, masks: tuple[Any, Any]
 ) -> dict[str, Any]:
     """The scales of NVFP4 keys and the packed mask as options of `attend_once`. Raises ValueError."""
-    k_scales, v_scales = contract.scales_of(kv_cache_sf, kv_layout, paged=False)
-    q, k, v = tensors
+    (q, k, v), (custom_mask, packed) = tensors, masks
+    found: dict[str, Any] = {}
+    if kv_cache_sf is not None:
+        found["k_scales"], found["v_scales"] = contract.scales_of(kv_cache_sf, kv_layout, paged=False)
     if k.ndim != 3 or v.ndim != 3:
         raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
-    found: dict[str, Any] = {"k_scales": k_scales, "v_scales": v_scales}
     tokens = k.shape[LAYOUTS[kv_layout]]
-    if custom_mask is packed_custom_mask is None:
+    if custom_mask is packed is None:
         if causal and tokens < q.shape[0]:
             raise ValueError(f"causal: kv_len of at least qo_len = {q.shape[0]} is required; got {tokens}")
         return found
     bounds = torch.tensor([0, q.shape[0] * tokens])
-    packed, offsets = packed_custom_mask, byte_bounds(bounds)
+    offsets = byte_bounds(bounds)
     if packed is not None:
         check_packed(packed, offsets)
     else:
-        assert custom_mask is not None
         packed, offsets = pack(custom_mask, bounds, None)
     return {**found, "mask": packed, "mask_indptr": offsets.to(q.device)}
 

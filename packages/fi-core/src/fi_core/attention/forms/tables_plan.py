@@ -18,8 +18,7 @@ from fi_core.runtime.lazy import torch
 from fi_core.runtime.resolve.ahead import planned
 
 _MAX_CARVED = 64  # buffers that are kept per workspace; an engine may call with many batch sizes
-# Steps that a plan keeps; an engine has one for each number of requests. Host time of a step that comes again, us:
-# 3.7, made anew 11.8.
+# Steps that a plan keeps, one for each number of requests. Host time of one that comes again 3.7 us, made anew 11.8.
 _MAX_STEPS = 256
 
 

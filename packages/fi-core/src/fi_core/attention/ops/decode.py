@@ -103,8 +103,7 @@ def _mma_ctas_per_sm(fp8: bool, tiles: int = 1 << 31) -> int:
 def _mma_unit(axes: Values) -> Unit:
     """mma.sync with cp.async. Shared memory is at most 99 KB, the limit of a CTA on sm_86, sm_89 and sm_120."""
     types, q_bytes, kv_bytes, line = _device_types(axes)
-    # H200, page size 1, b16 kv8k: 2 stages 144.7 us, 3 stages 144.0. fp8 keys, b64 kv8k: 16 keys per warp 380 us, 32
-    # keys 298.5.
+    # H200, page size 1, b16 kv8k, us: 2 stages 144.7, 3 144.0; fp8 keys, b64 kv8k: 16 keys per warp 380, 32 298.5.
     dim, stages = axes["head_dim"], 2
     warps, keys = (4 if dim <= 128 else 2), (32 if kv_bytes == 1 or line <= 128 else 16)
     pipeline = max(stages * 2 * keys * line, Q_TILE * (dim + 8) * 4)
@@ -172,8 +171,7 @@ def _tma_entry(axes: Values, rows: int, heads: int) -> Entry:
 # Query tiles of NVFP4: most rows of a kv head, and kv heads.
 FP4_TILES = ((8, 4), (8, 2), (8, 1), (Q_TILE, 1))
 # Requests times KV heads from which a query tile has several heads: fewer tiles have many splits, each with more rows
-# to merge. H200, NHD, 32/8 heads, us with 1, 2 and 4: 1 x 8k 16.0, 18.3, 22.9; 4 x 8k 28.6, 26.6, 28.5; 16 x 4k 43.9,
-# 38.8, 36.5.
+# to merge. H200, 32/8, us with 1, 2, 4: 1 x 8k 16.0, 18.3, 22.9; 4 x 8k 28.6, 26.6, 28.5; 16 x 4k 43.9, 38.8, 36.5.
 FEWEST_OUTPUTS = {4: 128, 2: 32, 1: 0}
 # Of NVFP4 keys, by head dim and most rows of a query tile: consumer warps, and their groups, which alternate.
 FP4_WARPS = {

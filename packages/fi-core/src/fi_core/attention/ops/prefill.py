@@ -127,14 +127,12 @@ def _mma_unit(axes: Values) -> Unit:
 
 # The 16-bit wgmma kernel: axis head_dim -> (head_dim_qk, head_dim_vo, keys per stage, consumer warpgroups of 64 rows).
 # H200, TFLOP/s. head_dim 128, 128 and 96 keys: one sequence of 16k, page size 16, 717 and 666; 128 random lengths up to
-# 1k, 432 and 440. head_dim 192, 4 sequences of 4k: 2 warpgroups and 128 keys 630, 3 and 112 keys 619. The other rows
-# are not measured.
+# 1k, 432 and 440. head_dim 192, 4 sequences of 4k: 2 warpgroups and 128 keys 630, 3 and 112 keys 619. No others.
 _WGMMA_TILES = {64: (64, 64, 128, 3), 128: (128, 128, 128, 3), 192: (192, 128, 128, 2), 256: (256, 256, 80, 2)}
 _WGMMA_HEAD_DIM_VO = {qk: vo for qk, vo, *_ in _WGMMA_TILES.values()}
 # With a user's variant, as _WGMMA_TILES: its hooks need registers.
 VARIANT_TILES = {64: (64, 64, 128, 2), 128: (128, 128, 128, 2), 192: (192, 128, 80, 2), 256: (256, 256, 64, 2)}
-# The fp8 kernel, as _WGMMA_TILES. H200, one sequence of 16k, page size 16, head_dim 128, TFLOP/s: 909 with 128 keys,
-# 861 with 96.
+# The fp8 kernel, as _WGMMA_TILES. H200, one sequence of 16k, page size 16, head_dim 128: 909 TFLOP/s, 861 with 96.
 _FP8_TILES = {64: (64, 64, 128, 3), 128: (128, 128, 128, 3), 192: (192, 128, 128, 3), 256: (256, 256, 128, 2)}
 # 16-bit q over fp8 keys: axis head_dim -> (head_dim_qk, head_dim_vo, keys per stage, with a soft cap; fp8 stages,
 # consumer warpgroups). H200, time over bf16 keys, 26 drawn prompts: head_dim 128, two warpgroups and 128 keys 1.11 to
@@ -243,6 +241,12 @@ WGMMA = (
     ),
     request.ALIGNED,
 )
+_WITHOUT_ALIBI = Rule(
+    ("pos_encoding", "batch_invariant"),
+    "no ALIBI inside of fi_core.batch_invariant(): it counts rows from the first of a chunk; add a bias by jit_args",
+    lambda encoding, batch_invariant: not batch_invariant or encoding != "ALIBI",
+)
+_FOR_MMA: tuple[Constraint | Rule, ...] = (*at_least(80), Constraint("q", "in", tuple(MULTIPLY)), _WITHOUT_ALIBI)
 
 
 def _types(values: Values) -> Values:
@@ -306,11 +310,9 @@ BATCH_PREFILL = Op(
     takes_variant=True,
     beside=("batch_decode", "decode_plan"),
     implementations=(
-        Implementation("cpu", ON_CPU, axes=_general, backends=("cpu", "fa2")),
+        Implementation("cpu", (*ON_CPU, _WITHOUT_ALIBI), axes=_general, backends=("cpu", "fa2")),
         Implementation("wgmma_sm90", (*exactly(90), *WGMMA), _wgmma_unit, _compiled, ("fa3",)),
-        Implementation(
-            "mma_sm80", (*at_least(80), Constraint("q", "in", tuple(MULTIPLY))), _mma_unit, _general, ("fa2",)
-        ),
+        Implementation("mma_sm80", _FOR_MMA, _mma_unit, _general, ("fa2",)),
         Implementation("cudnn", request.CUDNN, axes=_general, backends=("cudnn",), by_name=True),
     ),
     prebuilt=(

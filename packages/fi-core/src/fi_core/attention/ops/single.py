@@ -11,6 +11,8 @@ from fi_core.attention.ops.decode import TENSOR_CORES
 from fi_core.attention.ops.prefill import MULTIPLY, TILE_OF_48, WGMMA
 from fi_core.attention.ops.request import FIELDS, TYPES, alignment, element_bytes, facts_of
 from fi_core.runtime.dispatch import Choice
+from fi_core.runtime.errors import unsupported
+from fi_core.runtime.invariance import is_on
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.resolve.ahead import planned
@@ -63,8 +65,7 @@ _WIDE = 256  # larger head dims need two registers per lane, which the CUDA-core
 _MOST_CTAS = 528  # four per SM of an H200
 _LEAST_KEYS = 128  # per chunk; for fewer, merging costs more than parallel reads save
 # Packed query rows from which the Hopper kernel is worth its second launch. H200, 32/8 heads of 128, causal, us by
-# wgmma and by mma.sync: 64 tokens 14.6, 13.6; 128: 14.5, 15.6; 256: 16.3, 22.1; 1024: 36, 89. The host takes 24 us
-# instead of 10.
+# wgmma and by mma.sync: 64 tokens 14.6, 13.6; 128: 14.5, 15.6; 256: 16.3, 22.1; 1024: 36, 89. Host: 24 us, not 10.
 _LEAST_PREFILL_ROWS = 1024
 _OWN = "single"  # the backend name of this op's own kernels
 
@@ -174,6 +175,8 @@ def attend(
     qk_factor: factor of sm_scale. splits: whether the keys of few rows may be split. options: other arguments of the
     op.
     """
+    if is_on() and q.ndim == 3 and q.shape[0] > 1:  # chunks of a prompt take other kernels and splits
+        raise unsupported("q", tuple(q.shape), "inside of batch_invariant() pass prompts to a wrapper of batch prefill")
     layout = code(LAYOUTS, kv_layout, "kv_layout")
     encoding = code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
     if k.ndim != 3 or v.ndim != 3:

@@ -12,6 +12,7 @@ from fi_core.attention.wrappers.base import PlanState
 from fi_core.attention.wrappers.side_by_side import divide, halves, operations, side_by_side
 from fi_core.observe.checked import checked
 from fi_core.observe.log import fi_api
+from fi_core.runtime.invariance import is_on
 from fi_core.runtime.lazy import torch
 from fi_core.utils import int32_index
 
@@ -23,8 +24,8 @@ class BatchAttention(PlanState):
     """Attention of a batch that mixes prompts and decode requests: `plan` once per step, `run` once per layer.
 
     Where requests of one row begin or end the batch, as engines order it, they take the decode kernel and the others
-    the prefill kernel, at the same time on different SMs if both take long enough. Other batches take the prefill
-    kernel.
+    the prefill kernel, at the same time on different SMs if both take long enough. Other batches, and all inside of
+    `batch_invariant()`, take the prefill kernel.
 
     Args:
         kv_layout: "NHD" or "HND".
@@ -92,7 +93,7 @@ class BatchAttention(PlanState):
         host = _on_host(qo_indptr, kv_indptr, kv_len_arr)
         rows, pages, tokens = (x.tolist() for x in host)
         qo_lens = [after - before for before, after in itertools.pairwise(rows)]
-        first, last = _decode_range(qo_lens)
+        first, last = (0, 0) if is_on() else _decode_range(qo_lens)  # a place in the batch chooses no kernel
         begin, end = (last, len(qo_lens)) if first == 0 else (0, first)  # the requests of prefill
         options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
         options |= {"q_data_type": q_data_type, "kv_data_type": kv_data_type}

@@ -39,14 +39,17 @@ struct MmaAttention {
   FI_DEVICE MmaAttention(const AttentionProblem& p, Shared& shared, const QueryTile& tile, const Pages& pages)
       : p(p), shared(shared), tile(tile), loader{p, shared, pages}, warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
-  // All threads call prefetch_next() in each of the first two steps while copies are in flight.
+  // All threads call prefetch_next() in each of the first two steps while copies are in flight. fixed_order: the bits
+  // of a row do not depend on those beside it: KV tiles begin at multiples of their size, and each row's maximum
+  // follows its own scores in each step.
   template <class PrefetchNext>
-  FI_DEVICE void attend(Variant& variant, PrefetchNext&& prefetch_next) {
+  FI_DEVICE void attend(Variant& variant, bool fixed_order, PrefetchNext&& prefetch_next) {
     // In warps that are idle here.
-    if (threadIdx.x == 64) shared.flags = StepFlags::of(p, loader);
+    if (threadIdx.x == 64) shared.flags = StepFlags::of(p, loader) | (fixed_order ? StepFlags::kFixedOrder : 0);
     if (threadIdx.x == 96) {
       const int first = p.row(0, tile.first).i, last = p.row(0, tile.first + tile.rows - 1).i;
-      shared.begin_key = p.mask.first_key(first), shared.end_key = p.mask.end_key(last);
+      const int begin = p.mask.first_key(first);
+      shared.begin_key = fixed_order ? begin - begin % kKeys : begin, shared.end_key = p.mask.end_key(last);
       shared.full_begin = p.mask.first_key(last), shared.full_end = p.mask.end_key(first);
     }
     clear();
@@ -206,10 +209,11 @@ struct MmaAttention {
       kDimChunks = 16,
       kMasked = 32,  // a row does not see all keys of this step
       kRare = kTransformed | kCustomMask | kDimChunks | kMasked,
-      kNewMax = 64,  // compute row_max: in the first step, and where probabilities became large
-      kUpdatesMax = kRare | kNewMax,
-      kStage = 128,         // of the key addresses of this step
-      kPrefetches = 3 << 8  // the number of prefetch_next() calls that are left
+      kNewMax = 64,          // compute row_max: in the first step, and where probabilities became large
+      kStage = 128,          // of the key addresses of this step
+      kPrefetches = 3 << 8,  // the number of prefetch_next() calls that are left
+      kFixedOrder = 1024,    // compute row_max in all steps
+      kUpdatesMax = kRare | kNewMax | kFixedOrder
     };
     int flags;
 

@@ -112,7 +112,7 @@ FI_DEVICE void batch_prefill_mma(const BatchPrefillParams& params, const Variant
     if (work_tile >= grid.count) break;
     Kernel kernel(problem, shared, tile, pages);
     Variant variant(variant_params, tile.request);
-    if (tile.rows > 0) kernel.attend(variant, load_next);
+    if (tile.rows > 0) kernel.attend(variant, params.copies.key_step.value > 1, load_next);
     if (tile.rows > 0) kernel.store(variant, params.scales.sinks);
     __syncthreads();
   }

@@ -100,6 +100,8 @@ inline void launch_batch_prefill(const Kernel& kernel, BatchPrefillParams& param
                            ((p.head_dim_vo + chosen.columns_per_cta - 1) / chosen.columns_per_cta);
     FI_CHECK(blocks <= 0x7fffffff, ValueError, "q is too large: %s", q.shape_str().c_str());
     config.grid_x = std::min(blocks, num_ctas > 0 ? num_ctas : multiprocessors * chosen.ctas_per_sm);
+    // More than 1: this kernel begins tiles at multiples of their size, and each row follows its own maximum.
+    params.copies.key_step = divisor(static_cast<uint32_t>(batch_invariant() ? chosen.keys_per_stage : 1));
     kernel.launch(entry, config, q.device(), params, extras.data());
     return;
   }

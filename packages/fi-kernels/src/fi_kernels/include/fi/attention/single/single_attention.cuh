@@ -35,7 +35,7 @@ FI_DEVICE void single_attention_mma(const SingleAttentionParams& params, const V
   __syncthreads();
   Variant variant = begin_variant(variant_params, arguments, problem);
   Kernel kernel(problem, dynamic_shared<typename Kernel::Shared, 128, kSharedBytes>(), tile, pages);
-  kernel.attend(variant, [] {});
+  kernel.attend(variant, false, [] {});
   pdl_launch_dependents();
   kernel.store(variant);
 }

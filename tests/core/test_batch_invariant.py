@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -18,6 +19,7 @@ from fi_core.registry import operator
 from fi_core.runtime.dispatch import Request, choose, explain
 from fi_core.runtime.errors import UnsupportedError
 from fi_core.runtime.invariance import is_on
+from fi_core.runtime.machine import Launch, Rehearsal
 from fi_core.runtime.resolve.ahead import planned
 from fi_core.runtime.spec.constraint import VARIES
 from fi_core.runtime.spec.target import CPU, Target
@@ -82,14 +84,43 @@ def test_a_kernel_that_follows_the_batch_is_not_chosen() -> None:
         choose(Request.of(alone, HOPPER))
 
 
-def test_products_have_one_kernel_for_any_number_of_tokens() -> None:
+def test_fp8_products_have_one_kernel_for_any_number_of_tokens() -> None:
     gemm = operator("gemm").op
+    few, many = "wgmma_small_m_sm90", "wgmma_sm90"
+    for a, wanted in (("e4m3", [many, many]), ("bf16", [few, many])):
+        asked = [Request.of(gemm, HOPPER, {"a": a, "b": a, "m": m}) for m in (8, 65)]
+        assert [choose(request).implementation for request in asked] == [few, many]
+        with fi_core.batch_invariant():
+            asked = [Request.of(gemm, HOPPER, {"a": a, "b": a, "m": m}) for m in (8, 65)]
+        assert [choose(request).implementation for request in asked] == wanted
     with fi_core.batch_invariant():
-        found = {choose(Request.of(gemm, HOPPER, {"m": m})).spec for m in (1, 8, 64, 65)}
-        assert [spec.implementation for spec in found] == ["wgmma_sm90"]
         built = {spec.implementation for spec in aot.specs(gemm, HOPPER)}
-    assert "wgmma_small_m_sm90" in built, "the switch does not leave kernels out of packages"
-    assert choose(Request.of(gemm, HOPPER, {"m": 1})).implementation == "wgmma_small_m_sm90"
+    assert few in built, "the switch does not leave kernels out of packages"
+
+
+def product(m: int, n: int, k: int, on: bool) -> Launch:
+    """The launch of a bf16 product on an H200."""
+    a, b, out = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((m, k), (n, k), (m, n)))
+    with (
+        Rehearsal(HOPPER, 132, 227 << 10) as rehearsal,
+        fi_core.batch_invariant() if on else contextlib.nullcontext(),
+    ):
+        operator("gemm").function(out, a, b)
+    ((_, launches),) = rehearsal.calls
+    assert launches is not None
+    return launches[0]
+
+
+@pytest.mark.parametrize("m", [1, 8, 33, 64])
+def test_products_of_few_tokens_are_as_outside_or_narrow(m: int) -> None:
+    """Weights of many rows fill a card anyway; others are split outside, and have narrow tiles inside."""
+    for n, k in ((6144, 4096), (4096, 14336), (28672, 4096)):
+        assert product(m, n, k, True) == product(m, n, k, False)
+    for n, k in ((2048, 4096), (576, 7168), (1000, 4096)):
+        outside, inside = product(m, n, k, False), product(m, n, k, True)
+        assert outside.cluster > 1 == inside.cluster
+        rows = int(inside.entry.rpartition("x")[2])
+        assert rows <= 32 and inside.grid[0] == -(-n // rows)
 
 
 def test_a_call_asks_anew_inside_of_a_block() -> None:

@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.runtime.launch.operator import operator
-from fi_core.runtime.spec.constraint import ON_CPU, VARIES, Constraint, Rule, at_least, exactly
+from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
 
@@ -270,9 +270,25 @@ def _small_m_entry(axes: Values, tokens: int, warpgroups: int, blocks: int, k_bl
     return Entry(f"gemm_small_m_{tokens}x{rows}", body, 128 * warpgroups + 64, config, _SHARED, 1)
 
 
+# Rows of weights of a tile of 16-bit operands where k may not be split, so that weights of few rows still fill a card:
+# as many CTAs for 1024 and for 4096 rows.
+_NARROW_ROWS = (32, 16, 8)
+
+
+def _narrow_entry(axes: Values, rows: int) -> Entry:
+    a, out, tokens, blocks = DTYPES[axes["a"]], DTYPES[axes["out"]], axes["tokens"], 2
+    stages = min(16, (_SHARED - 2048) // (blocks * (64 + tokens) * 128 + 16))
+    body = f"gemm_narrow_sm90<{a.device}, {out.device}, {tokens}, {rows}, {blocks}, {stages}, {_SHARED}>"
+    config = GemmConfig(GemmKind.SMALL_M, tokens, rows, stage_blocks=blocks)
+    return Entry(f"gemm_small_m_{tokens}x{rows}", body, 160, config, _SHARED, 1)
+
+
 def _small_m_unit(axes: Values) -> Unit:
-    entries = (_small_m_entry(axes, axes["tokens"], *tile) for tile in _SMALL_M_TILES)
-    return Unit("fi/gemm/gemm_small_m_sm90.cuh", "GemmSm90Params", tuple(entries))
+    entries = [_small_m_entry(axes, axes["tokens"], *tile) for tile in _SMALL_M_TILES]
+    if DTYPES[axes["a"]].bytes == 1 or axes["tiles"] != "batched":
+        return Unit("fi/gemm/gemm_small_m_sm90.cuh", "GemmSm90Params", tuple(entries))
+    entries += [_narrow_entry(axes, rows) for rows in _NARROW_ROWS]
+    return Unit("fi/gemm/gemm_narrow_sm90.cuh", "GemmSm90Params", tuple(entries))
 
 
 _SAME_OR_FP8 = Rule(
@@ -293,6 +309,13 @@ def _any_m(values: Values) -> Values:
     return {**values, "tokens": 0, "fast_accum": fast}
 
 
+# The kernel for few tokens adds k as that for any number does: wgmma of 16 k after 16 k. Of fp8 it adds the products of
+# other blocks of k in fp32, and with scales of blocks it begins elsewhere.
+_ONE_ORDER = Rule(
+    ("a", "batch_invariant"),
+    "16-bit operands inside of fi_core.batch_invariant(), for its sums of fp8 differ from those of more tokens",
+    lambda a, batch_invariant: not batch_invariant or DTYPES[a].bytes == 2,
+)
 _HOPPER: tuple[Constraint | Rule, ...] = (*exactly(90), _SAME_OR_FP8, Constraint("alignment", ">=", _TMA_BYTES))
 _FLOATS = ("f16", "bf16", "e4m3", "e5m2")
 GEMM = Op(
@@ -330,7 +353,7 @@ GEMM = Op(
         Implementation("cpu", (*ON_CPU, _SAME_OR_FP8), axes=_exact),
         Implementation(
             "wgmma_small_m_sm90",
-            (*_HOPPER, *VARIES, Rule(("b_major",), "K-major b", lambda major: major == "k")),
+            (*_HOPPER, _ONE_ORDER, Rule(("b_major",), "K-major b", lambda major: major == "k")),
             _small_m_unit,
             axes=lambda v: {
                 **_exact(v),

@@ -211,7 +211,10 @@ Tile small_m_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a,
   const auto fits = [&](const GemmConfig& config, int64_t splits) {
     return gemm_small_m_fits(shape, {config.rows, config.columns, config.stage_blocks, splits});
   };
-  const int64_t tactics = static_cast<int64_t>(kernel.entries.size()) * kGemmSmallMSplits;
+  constexpr int64_t kWgmmaRows = 64;  // tiles of fewer rows of weights are for products whose k may not be split
+  const auto is_narrow = [&](const Entry& entry) { return GemmConfig::of(entry).columns < kWgmmaRows; };
+  const int64_t tactics = kGemmSmallMSplits * std::count_if(kernel.entries.begin(), kernel.entries.end(),
+                                                            [&](const Entry& entry) { return !is_narrow(entry); });
   FI_CHECK(a.tactic < tactics, ValueError, "tactic must be -1, or below %lld; got %lld",
            static_cast<long long>(tactics), static_cast<long long>(a.tactic));
   if (a.tactic >= 0) {
@@ -221,13 +224,16 @@ Tile small_m_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a,
     return {&entry, config, p.rows == GemmRows::kBatched && fits(config, splits) ? splits : 1};
   }
   const int64_t most = GemmConfig::of(kernel.entries.front()).rows;
-  const int64_t splits = p.rows == GemmRows::kBatched ? gemm_small_m_splits(shape, gemm_ceil(shape.rows, most)) : 1;
+  const int64_t wanted = p.rows == GemmRows::kBatched ? gemm_small_m_splits(shape, gemm_ceil(shape.rows, most)) : 1;
+  // The kernel for more tokens does not split k, so a split would follow their number: there are narrow tiles instead.
+  const int64_t splits = batch_invariant() ? 1 : wanted;
+  const bool takes_narrow = wanted > splits && p.batch == 1 && p.m <= most && !p.a_scale && !p.b_scale;
   Tile best;
   GemmPredictions<GemmConfig> predictions;
   double least = 0;
   for (const Entry& entry : kernel.entries) {
     const auto config = GemmConfig::of(entry);
-    if (!fits(config, splits)) continue;
+    if (!fits(config, splits) || (is_narrow(entry) && !takes_narrow)) continue;
     const double cost = gemm_small_m_cost(shape, {config.rows, config.columns, config.stage_blocks, splits}, card);
     predictions.add(kernel, cost, {&entry, config, splits});
     if (!best.entry || cost < least) best = {&entry, config, splits}, least = cost;
@@ -445,7 +451,7 @@ GemmRequest request_of(const GemmArgs& a) {
     const int64_t groups = a.m_indptr ? a.m_indptr.numel() - 1 : a.b.size_or_0(0);
     m = gemm_ceil(m, std::max<int64_t>(1, groups));
   }
-  r.m = batch_invariant() ? kLargeM : std::min(m, kLargeM);  // one kernel for any m
+  r.m = std::min(m, kLargeM);
   r.k = short_k(k, a.b.dtype().bytes(), a.b.ndim() == 2) ? Request::K::kShort : Request::K::kLong;
   return r;
 }

@@ -149,11 +149,11 @@ def test_a_plan_asks_anew_inside_of_a_block() -> None:
 
 @pytest.mark.parametrize("name", ["moe_experts", "moe_few_tokens"])
 def test_ops_whose_sums_follow_the_batch_refuse_by_name(name: str) -> None:
-    op = operator(name).op
+    op, e4m3 = operator(name).op, {"weight": "e4m3"}
     for target in (CPU, HOPPER):
-        choose(Request.of(op, target))
+        choose(Request.of(op, target, e4m3))
         with (
             fi_core.batch_invariant(),
             pytest.raises(UnsupportedError, match=f"(?s){name}.*outside of fi_core.batch_invariant"),
         ):
-            choose(Request.of(op, target))
+            choose(Request.of(op, target, e4m3))

@@ -79,6 +79,12 @@ def _unit(axes: Values) -> Unit:
 
 
 _WEIGHTS = Rule(("x", "weight"), "weights of x's dtype, e4m3 or mxfp4", lambda x, weight: weight in (x, "e4m3", "u8"))
+# Of 16-bit weights its bits are those of moe_gated_gemm and gemm, which compute many rows.
+_ONE_ORDER = Rule(
+    ("weight", "batch_invariant"),
+    "16-bit weights inside of fi_core.batch_invariant(), for other sums follow the batch",
+    lambda weight, batch_invariant: not batch_invariant or weight in ("bf16", "f16"),
+)
 MOE_EXPERTS = Op(
     name="moe_experts",
     family="fused_moe",
@@ -98,7 +104,7 @@ MOE_EXPERTS = Op(
     varies={"tokens": lambda given: chosen_tiles(given["weight"])},
     implementations=(
         Implementation("cpu", (*ON_CPU, *VARIES, _WEIGHTS)),
-        Implementation("wgmma_sm90", (*exactly(90), *VARIES, _WEIGHTS), _unit),
+        Implementation("wgmma_sm90", (*exactly(90), _ONE_ORDER, _WEIGHTS), _unit),
     ),
     prebuilt=({"weight": "e4m3"},),
 )

@@ -63,9 +63,17 @@ _ALIGNED = Constraint("alignment", ">=", 16)
 _MULTIPLES = Rule(
     ("sizes",), "weights whose sizes are multiples of 8", lambda sizes: all(size % 8 == 0 for size in sizes)
 )
+_GATED_KINDS = tuple(kind.name for kind in ActivationType if kind.is_gated)
 _STREAMED: tuple[Constraint | Rule, ...] = (
     *exactly(90),
-    *VARIES,
+    Rule(
+        ("weights", "activation", "rows_in_order", "sizes", "batch_invariant"),
+        "inside of fi_core.batch_invariant() 16-bit weights and a gated activation: bits that moe_gated_gemm has, too",
+        lambda weights, activation, in_order, sizes, batch_invariant: (
+            not batch_invariant
+            or (weights in ("bf16", "f16") and activation in _GATED_KINDS and in_order and sizes[0] % 16 == 0)
+        ),
+    ),
     Constraint("weights", "in", tuple(_MOST_STREAMED)),
     Rule(("x", "dtype"), "tokens of the dtype of sums", lambda x, dtype: x == dtype),
     Rule(("x", "bias"), "no bias or one of the tokens' dtype", lambda x, bias: bias in (None, x)),
@@ -106,7 +114,7 @@ _FEW: tuple[Constraint | Rule, ...] = (
 _GATED: tuple[Constraint | Rule, ...] = (
     *exactly(90),
     Constraint("weights", "in", ("bf16", "f16", "e4m3 blocks")),
-    Constraint("activation", "in", tuple(kind.name for kind in ActivationType if kind.is_gated)),
+    Constraint("activation", "in", _GATED_KINDS),
     Rule(
         ("weights", "bias"),
         "no bias, or one of fp32 or the weights' dtype",

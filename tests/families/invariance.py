@@ -6,6 +6,7 @@ A described function whose inputs and outputs share an axis of rows is judged by
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -40,17 +41,29 @@ OTHERS = {
     ("fp8_paged_indexer_topk", "rows"): "the logits of fp8_paged_mqa_logits, then top_k",
     ("bgmv_moe", "num_tokens"): "its pairs name tokens by number; the kernel is that of add_lora_linear",
 }  # fmt: skip
+UNCAPTURED: frozenset[str] = frozenset()  # functions that copy to the host
 _TABLES = ("plus_1", "len_", "bounds", "offsets")  # in names of dimensions of tables
-BATCHES = (2, 3, 7, 17, 33, 66, 130)
+BATCHES = ((2, 3), (7, 17), (33, 66, 130))  # one of each
+TOKENS = ((2, 3, 7), (17, 33, 66, 130), (200, 300))  # likewise of products, whose kernels are chosen by such numbers
 ALONE = 6  # rows whose bits are compared
 PRODUCTS = 24  # likewise of products, whose sums in two orders seldom round to two values
 # Sizes that samples have where they name them: enough sums of a row to see one differ.
-SIZES = {"m": 40, "n": 512, "k": 384, "num_tokens": 40, "hidden_size": 256, "intermediate_size": 256}
+SIZES = {"m": 40, "n": 512, "k": 640, "num_tokens": 40, "hidden_size": 256, "intermediate_size": 256}
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor: NaN equals itself, and 0 differs from -0."""
     return x.contiguous().view(-1).view(torch.uint8)
+
+
+def captured(call: Callable[[], Any]) -> Any:
+    """What a call returns from a CUDA graph."""
+    call()  # loads kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    graph.replay()
+    return found
 
 
 def same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
@@ -111,8 +124,20 @@ class Rows(NamedTuple):
                 found.append((got[key], at[0]))
         return found
 
-    def differences(self, seed: int, device: str) -> list[str]:
-        """What differs: rows in drawn batches from the same rows alone."""
+    def _clear(self, arguments: Mapping[str, Any], row: int) -> None:
+        """Makes the floats of a row zeros, as those of padding in a CUDA graph."""
+        for name, places in self.dims().items():
+            for part, dim in places:
+                value = arguments.get(name)
+                x = value if part is None or value is None else value[part]
+                if isinstance(x, torch.Tensor) and x.is_floating_point():
+                    x.select(dim, row).zero_()
+
+    def differences(self, seed: int, device: str, batches: int = 3) -> list[str]:
+        """What differs: rows in drawn batches, in one of them from a CUDA graph, from the same rows alone.
+
+        batches: so many, the smallest first.
+        """
         rng, template, multiplies = Random(seed), self.described.template, self.axis in ("m", "num_tokens")
         known = inspect.signature(template.make).parameters if multiplies and template.make else ()
         sizes = {name: size for name, size in SIZES.items() if name in known}
@@ -126,14 +151,21 @@ class Rows(NamedTuple):
         if "seed" in inspect.signature(self.described.function).parameters:
             arguments |= {k: torch.arange(count, device=device) * 3 + 5 for k in ("seed", "offset")}
         rows = rng.sample(range(count), min(PRODUCTS if multiplies else ALONE, count))
+        padding = next((row for row in range(count) if row not in rows), None)
+        if padding is not None:
+            self._clear(arguments, padding)
         alone = {row: self.outputs(arguments, torch.tensor([row], device=device)) for row in rows}
         wrong = []
-        for size in rng.sample(BATCHES, 3):
+        for size in map(rng.choice, (TOKENS if multiplies else BATCHES)[:batches]):
             if "num_slots" in template.axes:  # two rows do not write the same slot
                 batch = rng.sample(range(count), min(size, count))
             else:
                 batch = [rng.choice(rows) if rng.random() < 0.5 else rng.randrange(count) for _ in range(size)]
-            got = self.outputs(arguments, torch.tensor(batch, device=device))
+                batch += [] if padding is None else [padding] * 3
+            index = torch.tensor(batch, device=device)
+            call = functools.partial(self.outputs, arguments, index)
+            replays = device == "cuda" and size > 30 and self.described.name not in UNCAPTURED
+            got = captured(call) if replays else call()
             wrong += [
                 f"row {row} at {i} of {size}"
                 for i, row in enumerate(batch)
@@ -174,13 +206,16 @@ class Requests(NamedTuple):
     names: tuple[str, ...] = ()
     step: int = 64
 
-    def differences(self, seed: int, device: str) -> list[str]:
-        """What differs: requests in drawn batches and in drawn chunks from the same requests alone."""
+    def differences(self, seed: int, device: str, batches: int = 3) -> list[str]:
+        """What differs: requests in drawn batches and in drawn chunks from the same requests alone.
+
+        batches: so many, the smallest first.
+        """
         rng = Random(seed)
         requests = [self.draw(rng, device) for _ in range(ALONE)]
         alone = [self.call([request], rng, device)[0] for request in requests]
         wrong = []
-        for size in (2, 5, rng.choice((9, 17))):
+        for size in (2, 5, rng.choice((9, 17)))[:batches]:
             batch = [rng.randrange(len(requests)) for _ in range(size)]
             got = self.call([requests[b] for b in batch], rng, device)
             wrong += [f"request {b} at {i} of {size}" for i, b in enumerate(batch) if not same(got[i], alone[b])]

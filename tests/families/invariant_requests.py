@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
 import torch
 
 import fi_core
-from families.invariance import Requests
+from families.invariance import Requests, captured
 from fi_core import mamba
 from fi_core.attention.forms.tables_decode import trtllm_batch_decode_with_kv_cache
 from fi_core.attention.forms.tables_prefill import trtllm_batch_context_with_kv_cache
@@ -32,12 +33,34 @@ def workspace(device: str) -> torch.Tensor:
     return torch.empty(64 << 20, dtype=torch.uint8, device=device)
 
 
-def attended(rng: Random, device: str, most_queries: int) -> Tensors:
-    """Queries of the last tokens of a request, and all its keys."""
+def ran(rng: Random, device: str, call: Callable[[], Any]) -> Any:
+    """What a call returns, on a GPU as often from a CUDA graph as eager."""
+    return call() if device == "cpu" or rng.random() < 0.5 else captured(call)
+
+
+def attended(
+    rng: Random,
+    device: str,
+    most_queries: int,
+    dims: tuple[int, int] = (DIM, DIM),
+    kv: torch.dtype = torch.bfloat16,
+    q: torch.dtype = torch.bfloat16,
+) -> Tensors:
+    """Queries of the last tokens of a request, and all its keys. Some queries are sharp: their maxima move late."""
     kv_len = rng.choice(LENGTHS)
     rows = rng.randint(1, min(kv_len, most_queries))
-    k, v = (normal(rng, device, kv_len, KV_HEADS, DIM) for _ in range(2))
-    return {"q": normal(rng, device, rows, HEADS, DIM), "k": k, "v": v}
+    k, v = (normal(rng, device, kv_len, KV_HEADS, dim).to(kv) for dim in dims)
+    sharp = torch.tensor([rng.choice((0.3, 1.0, 6.0)) for _ in range(rows)], device=device, dtype=torch.bfloat16)
+    return {"q": (normal(rng, device, rows, HEADS, dims[0]) * sharp[:, None, None]).to(q), "k": k, "v": v}
+
+
+def masked(rng: Random, device: str, most_queries: int) -> Tensors:
+    """The same with a mask that hides a quarter of the keys up to each row's own."""
+    request = attended(rng, device, most_queries)
+    rows, keys = len(request["q"]), len(request["k"])
+    own = torch.arange(keys) - (keys - rows + torch.arange(rows))[:, None]
+    hidden = torch.rand(rows, keys, generator=torch.Generator().manual_seed(rng.randrange(1 << 30))) < 0.25
+    return {**request, "mask": ((own == 0) | (own < 0) & ~hidden).to(device)}
 
 
 def offsets(lengths: Sequence[int], device: str) -> torch.Tensor:
@@ -72,26 +95,35 @@ def last_pages(requests: Sequence[Tensors], page_size: int, device: str, name: s
     return torch.tensor([(len(r[name]) - 1) % page_size + 1 for r in requests], dtype=torch.int32, device=device)
 
 
-def decode(requests: Sequence[Tensors], rng: Random, device: str, **options: Any) -> list[list[torch.Tensor]]:
+def decode(
+    requests: Sequence[Tensors], rng: Random, device: str, tensor_cores: bool = True, **options: Any
+) -> list[list[torch.Tensor]]:
     page_size, (k, v), tables = paged([(r["k"], r["v"]) for r in requests], rng, device)
-    wrapper = fi_core.BatchDecodeWithPagedKVCacheWrapper(workspace(device), use_tensor_cores=True)
+    wrapper = fi_core.BatchDecodeWithPagedKVCacheWrapper(workspace(device), use_tensor_cores=tensor_cores)
     wrapper.plan(
         offsets([len(t) for t in tables], device), joined(tables, device),
-        last_pages(requests, page_size, device), HEADS, KV_HEADS, DIM, page_size, q_data_type="bfloat16", **options,
+        last_pages(requests, page_size, device), HEADS, KV_HEADS, DIM, page_size, q_data_type=torch.bfloat16,
+        kv_data_type=k.dtype, **options,
     )  # fmt: skip
-    out, lse = wrapper.run(torch.cat([r["q"] for r in requests]), (k, v), return_lse=True)
+    q = torch.cat([r["q"] for r in requests])
+    out, lse = ran(rng, device, lambda: wrapper.run(q, (k, v), return_lse=True))
     return [list(own) for own in zip(out.split(1), lse.split(1))]
 
 
-def prefill(requests: Sequence[Tensors], rng: Random, device: str, **options: Any) -> list[list[torch.Tensor]]:
+def prefill(
+    requests: Sequence[Tensors], rng: Random, device: str, backend: str = "auto", **options: Any
+) -> list[list[torch.Tensor]]:
     page_size, (k, v), tables = paged([(r["k"], r["v"]) for r in requests], rng, device)
-    wrapper = fi_core.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    wrapper = fi_core.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend)
+    q = torch.cat([r["q"] for r in requests])
+    mask = torch.cat([r["mask"].flatten() for r in requests]) if "mask" in requests[0] else None
     wrapper.plan(
         offsets([len(r["q"]) for r in requests], device), offsets([len(t) for t in tables], device),
-        joined(tables, device), last_pages(requests, page_size, device),
-        HEADS, KV_HEADS, DIM, page_size, causal=True, q_data_type="bfloat16", **options,
+        joined(tables, device), last_pages(requests, page_size, device), HEADS, KV_HEADS, q.shape[2], page_size,
+        v.shape[3], mask, causal=mask is None, q_data_type=q.dtype, kv_data_type=k.dtype,
+        o_data_type=torch.bfloat16, **options,
     )  # fmt: skip
-    out, lse = wrapper.run(torch.cat([r["q"] for r in requests]), (k, v), return_lse=True)
+    out, lse = ran(rng, device, lambda: wrapper.run(q, (k, v), return_lse=True))
     return [list(own) for own in zip(split(out, requests), split(lse, requests))]
 
 
@@ -100,7 +132,7 @@ def ragged(requests: Sequence[Tensors], rng: Random, device: str) -> list[list[t
     qo_indptr, kv_indptr = (offsets([len(r[name]) for r in requests], device) for name in "qk")
     wrapper.plan(qo_indptr, kv_indptr, HEADS, KV_HEADS, DIM, causal=True, q_data_type="bfloat16")
     q, k, v = (torch.cat([r[name] for r in requests]) for name in "qkv")
-    out, lse = wrapper.run(q, k, v, return_lse=True)
+    out, lse = ran(rng, device, lambda: wrapper.run(q, k, v, return_lse=True))
     return [list(own) for own in zip(split(out, requests), split(lse, requests))]
 
 
@@ -152,7 +184,7 @@ def mla(requests: Sequence[Tensors], rng: Random, device: str) -> list[list[torc
         16, 512, 64, page_size, True, 0.07, torch.bfloat16, torch.bfloat16,
     )  # fmt: skip
     q, q_pe = (torch.cat([r[name] for r in requests]) for name in ("q", "q_pe"))
-    out, lse = wrapper.run(q, q_pe, ckv, kpe, return_lse=True)
+    out, lse = ran(rng, device, lambda: wrapper.run(q, q_pe, ckv, kpe, return_lse=True))
     return [list(own) for own in zip(split(out, requests), split(lse, requests))]
 
 
@@ -280,7 +312,10 @@ def cut_queries(request: Tensors, rng: Random, names: tuple[str, ...], keys: tup
 
 
 def cut_attention(request: Tensors, rng: Random) -> list[Tensors]:
-    return cut_queries(request, rng, ("q",), ("k", "v"))
+    if "mask" not in request:
+        return cut_queries(request, rng, ("q",), ("k", "v"))
+    chunks = cut_queries(request, rng, ("q", "mask"), ("k", "v"))
+    return [{**chunk, "mask": chunk["mask"][:, : len(chunk["k"])]} for chunk in chunks]
 
 
 def cut_latent(request: Tensors, rng: Random) -> list[Tensors]:
@@ -292,21 +327,49 @@ def cut_rows(request: Tensors, rng: Random) -> list[Tensors]:
     return [{"x": request["x"][a:b]} for a, b in itertools.pairwise(at)]
 
 
+E4M3 = torch.float8_e4m3fn
+# fa2: the kernel of mma.sync, which all targets have; masks and encodings of positions take it anyway.
+PREFILLS: list[tuple[str, Callable[..., Tensors], dict[str, Any]]] = [
+    ("window", attended, {"window_left": 90}),
+    ("soft cap", attended, {"logits_soft_cap": 20.0}),
+    ("fa2", attended, {"backend": "fa2"}),
+    ("fa2, window", attended, {"backend": "fa2", "window_left": 90}),
+    ("mask", masked, {}),
+    ("mask and window", masked, {"window_left": 90}),
+    ("rotation", attended, {"pos_encoding_mode": "ROPE_LLAMA"}),
+    ("heads of 128", functools.partial(attended, dims=(128, 128)), {}),
+    ("heads of 192 and 128", functools.partial(attended, dims=(192, 128)), {}),
+    ("heads of 256, fa2", functools.partial(attended, dims=(256, 256)), {"backend": "fa2"}),
+    ("keys of e4m3", functools.partial(attended, kv=E4M3), {}),
+    ("e4m3", functools.partial(attended, kv=E4M3, q=E4M3), {}),
+]
+DECODES: list[tuple[str, Callable[..., Tensors], dict[str, Any]]] = [
+    ("window", attended, {"window_left": 90}),
+    ("CUDA cores", attended, {"tensor_cores": False}),
+    ("keys of e4m3", functools.partial(attended, kv=E4M3), {}),
+    ("ALiBi", attended, {"pos_encoding_mode": "ALIBI"}),
+]
 REQUESTS = [
     Requests("BatchDecodeWithPagedKVCacheWrapper", lambda rng, device: attended(rng, device, 1), decode),
-    Requests(
-        "BatchDecodeWithPagedKVCacheWrapper, window",
-        lambda rng, device: attended(rng, device, 1),
-        lambda *call: decode(*call, window_left=90),
+    *(
+        Requests(
+            f"BatchDecodeWithPagedKVCacheWrapper, {name}",
+            functools.partial(draw, most_queries=1),
+            functools.partial(decode, **options),
+        )
+        for name, draw, options in DECODES
     ),
     Requests(
         "BatchPrefillWithPagedKVCacheWrapper", lambda rng, device: attended(rng, device, 300), prefill, cut_attention
     ),
-    Requests(
-        "BatchPrefillWithPagedKVCacheWrapper, window",
-        lambda rng, device: attended(rng, device, 300),
-        lambda *call: prefill(*call, window_left=90),
-        cut_attention,
+    *(
+        Requests(
+            f"BatchPrefillWithPagedKVCacheWrapper, {name}",
+            functools.partial(draw, most_queries=300),
+            functools.partial(prefill, **options),
+            cut_attention,
+        )
+        for name, draw, options in PREFILLS
     ),
     Requests(
         "BatchPrefillWithRaggedKVCacheWrapper", lambda rng, device: attended(rng, device, 300), ragged, cut_attention

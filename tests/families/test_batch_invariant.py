@@ -10,22 +10,33 @@ import pytest
 import torch
 
 import fi_core
-from families import invariant_requests
-from families.invariance import OTHERS, Requests, Rows, row_cases
-from families.invariant_requests import REQUESTS, attended, decode
+from families.invariance import OTHERS, Requests, Rows, bits, row_cases
+from families.invariant_products import PRODUCTS
+from families.invariant_requests import REQUESTS as BATCHED
+from families.invariant_requests import attended, decode, prefill
+from families.invariant_wrappers import WRAPPERS
 from families.test_descriptions import DESCRIBED
+from fi_core.runtime.errors import UnsupportedError
 
 ROWS = row_cases(DESCRIBED)
+# Cases whose kernels for the CPU follow the batch, too.
+FOLLOW_THE_BATCH = (
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_context_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "BatchAttention",
+    "PODWithPagedKVCacheWrapper, prompt",
+    "BatchPODWithPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "mm_bf16, many tokens",
+    "grouped_mm_bf16",
+)
+REQUESTS = [*BATCHED, *WRAPPERS, *PRODUCTS]
 # Described functions that no case judges, and why.
 UNJUDGED = {
-    **dict.fromkeys(
-        ("BatchAttention", "BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper",
-         "BatchPrefillWithCausalBidirectionalRangesWrapper", "BlockSparseAttentionWrapper",
-         "VariableBlockSparseAttentionWrapper", "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
-         "BatchPrefillWithSharedPrefixPagedKVCacheWrapper", "MultiLevelCascadeAttentionWrapper"),
-        "plans the wrappers of decode and prefill that are judged",
-    ),
-    **dict.fromkeys(("single_decode_with_kv_cache", "single_prefill_with_kv_cache"), "one request"),
     **dict.fromkeys(
         ("append_paged_kv_cache", "append_paged_mla_kv_cache", "nvfp4_quantize_append_paged_kv_cache",
          "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "nvfp4_quantize_append_paged_mla_kv_cache",
@@ -38,9 +49,8 @@ UNJUDGED = {
         "rotates as apply_rope_pos_ids does",
     ),
     **dict.fromkeys(
-        ("group_gemm_fp8_nt_groupwise", "group_deepgemm_fp8_nt_groupwise", "grouped_mm_bf16", "grouped_mm_fp8",
-         "grouped_mm_fp4", "grouped_mm_mxfp8"),
-        "the op of SegmentGEMMWrapper",
+        ("group_deepgemm_fp8_nt_groupwise", "grouped_mm_fp8", "grouped_mm_fp4", "grouped_mm_mxfp8"),
+        "the op and the groups of group_gemm_fp8_nt_groupwise or grouped_mm_bf16",
     ),
 }  # fmt: skip
 
@@ -57,8 +67,46 @@ def test_requests_are_the_same_in_any_batch_page_size_and_chunks(case: Requests,
         assert case.differences(1, device) == []
 
 
+def nudged(x: torch.Tensor) -> torch.Tensor:
+    """The same values but for the last bit of one, as a sum in another order has them."""
+    changed = x.clone(memory_format=torch.contiguous_format)
+    bits(changed)[:1] ^= 1
+    return changed
+
+
+@pytest.mark.parametrize("case", ROWS, ids=lambda case: f"{case.described.name}-{case.axis}")
+def test_the_judge_finds_a_bit_of_rows_that_follows_the_batch(case: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = Rows.outputs
+
+    def planted(self: Rows, arguments: Any, index: torch.Tensor) -> Any:
+        found = outputs(self, arguments, index)
+        (x, dim), rest = found[-1], found[:-1]
+        rows = x.unbind(dim) if len(index) > 1 else ()
+        return [*rest, (torch.stack([nudged(row) for row in rows], dim), dim)] if rows else found
+
+    monkeypatch.setattr(Rows, "outputs", planted)
+    with fi_core.batch_invariant():
+        assert case.differences(1, "cpu", batches=1) != []
+
+
+@pytest.mark.parametrize("case", REQUESTS, ids=lambda case: case.name)
+def test_the_judge_finds_a_bit_of_requests_that_follows_the_batch(case: Requests) -> None:
+    def planted(requests: Sequence[Any], rng: Random, device: str) -> list[list[torch.Tensor]]:
+        found = case.call(requests, rng, device)
+        return found if len(requests) == 1 else [[*own[:-1], nudged(own[-1])] for own in found]
+
+    with fi_core.batch_invariant():
+        assert Requests(case.name, case.draw, planted).differences(1, "cpu", batches=1) != []
+
+
+@pytest.mark.parametrize("name", FOLLOW_THE_BATCH)
+def test_the_judge_finds_what_follows_the_batch_outside_of_a_block(name: str) -> None:
+    (case,) = (case for case in REQUESTS if case.name == name)
+    assert case.differences(1, "cpu") != []
+
+
 def test_the_judge_finds_a_split_by_the_batch() -> None:
-    """Planted: a request is split by the number of its neighbours. Without the switch, decode does likewise."""
+    """Planted: a request is split by the number of its neighbours."""
 
     def planted(requests: Sequence[Any], rng: Random, device: str) -> list[list[torch.Tensor]]:
         page_size = 1 if len(requests) == 1 else 16
@@ -67,11 +115,13 @@ def test_the_judge_finds_a_split_by_the_batch() -> None:
     def drawn(rng: Random, device: str) -> Any:
         return attended(rng, device, 1)
 
-    original = invariant_requests.paged
     with fi_core.batch_invariant():
         assert Requests("planted", drawn, planted).differences(1, "cpu") != []
-    assert invariant_requests.paged is original
-    assert Requests("decode", drawn, decode).differences(1, "cpu") != []
+
+
+def test_biases_that_count_rows_of_a_call_are_refused() -> None:
+    with fi_core.batch_invariant(), pytest.raises(UnsupportedError, match="no ALIBI inside of"):
+        prefill([attended(Random(1), "cpu", 9)], Random(1), "cpu", pos_encoding_mode="ALIBI")
 
 
 def test_every_described_function_is_judged() -> None:

@@ -13,11 +13,11 @@ from kernels.mock_driver import Call, Gpu, Tensor, build_driver, launches, param
 OUT, ACT, X, UP, DOWN, OFFSETS, ROWS, PROGRESS, S1, S2, SUM, IDS = (0x7F001000000 * (i + 1) for i in range(12))
 
 
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Calls the op on tokens [t, h] and experts of width i; the driver calls."""
+@pytest.fixture(scope="module", params=["0"])
+def experts(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
+    """Calls the op on tokens [t, h] and experts of width i; the driver calls. Its parameter: FI_BATCH_INVARIANT."""
     folder = tmp_path_factory.mktemp("moe_experts")
-    gpu = Gpu(build_driver(folder), Path(folder) / "log", 90)
+    gpu = Gpu(build_driver(folder), Path(folder) / "log", 90, FI_BATCH_INVARIANT=request.param)
 
     def call(t: int, k: int, e: int, h: int, i: int, tokens: int = 8, **change: Any) -> list[Call]:
         dtype = change.pop("dtype", "e4m3" if change else "bf16")
@@ -76,6 +76,14 @@ def test_few_slots_have_tiles_of_fewer_weight_rows(experts: Callable[..., list[C
     scales = {"up_scale": Tensor(S1, (16, 4, 3), "f32"), "down_scale": Tensor(S2, (16, 3, 2), "f32")}
     names = [launches(experts(t, 8, 16, 384, 256, **scales))[0]["name"] for t in (2, 3)]
     assert names == ["moe_experts_8x64", "moe_experts_8x128"]
+
+
+@pytest.mark.parametrize(
+    ("experts", "least"), [("0", "moe_experts_8x128"), ("1", "moe_experts_8x64")], indirect=["experts"]
+)
+def test_16_bit_weights_have_them_inside_of_batch_invariant(experts: Callable[..., list[Call]], least: str) -> None:
+    names = [launches(experts(t, 8, 16, 384, 256))[0]["name"] for t in (2, 3)]
+    assert names == [least, "moe_experts_8x128"]
 
 
 def test_few_slots_are_sorted_and_summed_by_the_kernel(experts: Callable[..., list[Call]]) -> None:

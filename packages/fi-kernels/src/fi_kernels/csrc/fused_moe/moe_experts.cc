@@ -77,8 +77,9 @@ constexpr double kEvictFirstBytes = 200 << 20;
 // NVIDIA H200: up to here tiles of 64 weight rows are as fast as those of 128, or faster (_FEW_SLOTS_TILE).
 constexpr int64_t kFewSlots = 16;
 
-const Entry& tile(const Kernel& kernel, int64_t slots) {
-  return slots <= kFewSlots ? kernel.entries.front() : kernel.entries.back();
+// Outside of batch_invariant() moe_few_tokens computes most layers of 16-bit weights with so few slots.
+const Entry& tile(const Kernel& kernel, int64_t slots, bool fp8) {
+  return slots <= kFewSlots && (fp8 || batch_invariant()) ? kernel.entries.front() : kernel.entries.back();
 }
 #endif
 
@@ -192,7 +193,7 @@ void moe_experts(const Kernel& kernel, const MoeExpertsArgs& a) {
              static_cast<long long>(t.stride(0)), static_cast<long long>(t.stride(1)));
   for (const OptionalTensor& scale : {a.up_scale, a.down_scale})
     FI_CHECK(!scale || scale.alignment(8, {}) == 8, ValueError, "%s must be aligned to 8 bytes", scale.name());
-  const Entry& entry = tile(kernel, slots);
+  const Entry& entry = tile(kernel, slots, a.up.dtype() == kE4M3);
   const auto config = MoeExpertsConfig::of(entry);
   for (const OptionalTensor& rows : {a.sum, a.down_bias})
     FI_CHECK(!rows || rows.row_alignment(4) == 4, ValueError,

@@ -8,19 +8,23 @@ import statistics
 from records import number, rows, table
 
 
-def invariance_table() -> str:
-    """One row a call, one column a batch: time inside of batch_invariant() over time outside."""
-    found: dict[str, dict[int, float]] = {}
+def invariance_table(steps: bool = False) -> str:
+    """One row a call, or a step of a model, one column a batch: time inside of batch_invariant() over time outside."""
+    found: dict[str, dict[int, tuple[float, float]]] = {}
     for row in rows("batch-invariance"):
-        found.setdefault(row["case"], {})[row["batch"]] = row["on_us"] / row["off_us"]
+        if row.get("step", False) == steps:
+            found.setdefault(row["case"], {})[row["batch"]] = row["off_us"], row["on_us"] / row["off_us"]
     batches = sorted({batch for cells in found.values() for batch in cells})
-    lines = [
-        (case, *(f"{cells[batch]:.2f}" if batch in cells else "-" for batch in batches))
-        for case, cells in found.items()
-    ]
-    every = [ratio for cells in found.values() for ratio in cells.values()]
+
+    def cell(of: tuple[float, float] | None) -> str:
+        return "-" if of is None else f"{of[1]:.2f} of {number(of[0])}" if steps else f"{of[1]:.2f}"
+
+    lines = [(case, *(cell(cells.get(batch)) for batch in batches)) for case, cells in found.items()]
+    every = [ratio for cells in found.values() for _, ratio in cells.values()]
     mean = math.exp(statistics.fmean(map(math.log, every)))
-    return f"{table(('on / off', *(f'batch {b}' for b in batches)), lines)}\n\nGeometric mean {mean:.2f}."
+    what = "on / off, of us" if steps else "on / off"
+    head = what, *(f"batch {b}" for b in batches)
+    return f"{table(head, lines)}\n\nGeometric mean {mean:.3f}, worst {max(every):.2f}."
 
 
 def indexer_table() -> str:

@@ -309,6 +309,7 @@ TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its
     "mla-ceilings": ceilings.mla_table,
     "moe": moe_table,
     "batch-invariance": costs.invariance_table,
+    "batch-invariance-steps": lambda: costs.invariance_table(steps=True),
     "promises": support.promises_table,
     "indexer": costs.indexer_table,
     "adapters": costs.adapters_table,

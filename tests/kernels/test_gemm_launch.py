@@ -231,6 +231,22 @@ def test_few_rows_of_weights_and_much_k_are_split(gemm: Gemm, dtype: str, scales
     assert (p["transposed"], p["problem"]["m"], p["problem"]["n"]) == (0, 132, 576)
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "name", "splits"),
+    [
+        (341, 640, 2880, "gemm_small_m_64x64", 2),
+        (527, 768, 2048, "gemm_small_m_64x64", 1),
+        (717, 2112, 7168, "gemm_small_m_64x192", 1),
+    ],
+)
+def test_few_rows_of_weights_meet_hundreds_of_tokens_in_small_tiles(
+    gemm: Gemm, m: int, n: int, k: int, name: str, splits: int
+) -> None:
+    """Larger tiles would be too few for all SMs."""
+    launch = one(gemm(m, n, k))
+    assert (launch["name"], launch["cluster"]) == (name, [splits, 1, 1])
+
+
 def test_few_tiles_of_tokens_meet_weights_in_turn(gemm: Gemm) -> None:
     """Of many, tiles that run at the same time cover a square."""
     turned = 11 + 7  # 128 x 208

@@ -264,8 +264,8 @@ GemmProblem transposed(GemmProblem p) {
 // Whether an entry computes the problem without exchanged operands.
 bool takes(const GemmProblem& p, const GemmArgs& a, const GemmConfig& t, int64_t multiprocessors) {
   if (p.rows == GemmRows::kIndices && 128 % t.rows != 0) return false;
-  if (t.kind == GemmKind::SMALL_M)  // measured for these
-    return p.rows == GemmRows::kBatched && p.batch == 1 && p.m <= 256 && !short_k(p.k, a.a.dtype().bytes(), true);
+  if (t.kind == GemmKind::SMALL_M)
+    return p.rows == GemmRows::kBatched && p.batch == 1 && !short_k(p.k, a.a.dtype().bytes(), true);
   if (t.stores == GemmStores::TRANSPOSED) return false;
   // A CTA with a single tile has nothing to hide stores behind.
   return t.stores != GemmStores::TMA_HALVES || (p.k % kGemmHalvesStep == 0 && p.k <= kGemmHalvesK &&

@@ -70,15 +70,20 @@ def points(line: str, kind: str) -> Iterator[Callable[[], Call]]:
         yield from map(invariant, points(line.removeprefix("invariant "), kind))
         return
     if line.startswith("call "):
-        _, name, *sizes = line.split()
-        given = {key: values.split(",") for key, _, values in (size.partition("=") for size in sizes)}
-        for each in itertools.product(*given.values()):
-            yield of_description(name, dict(zip(given, map(_value, each), strict=True)), kind)
+        yield from (of_description(name, sizes, kind) for name, sizes in calls(line))
         return
     from fi_bench import parsing, sweep
 
     for args in sweep.points(parsing.parse(["--random_seed", str(SEED), *line.split()])):
         yield of_case(args, kind)
+
+
+def calls(line: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The described functions and sizes of a line `call NAME size=value,...`."""
+    _, name, *sizes = line.split()
+    given = {key: values.split(",") for key, _, values in (size.partition("=") for size in sizes)}
+    for each in itertools.product(*given.values()):
+        yield name, dict(zip(given, map(_value, each), strict=True))
 
 
 def invariant(prepare: Callable[[], Call]) -> Callable[[], Call]:

@@ -181,6 +181,57 @@ def test_attention(
     assert_close(got, expected(b, window_left=(window or 0) - 1, **options))
 
 
+class Attended:
+    """vLLM's attention layer around fi's: keys are written first, where the step has slots for them."""
+
+    calculate_kv_scales = False
+
+    def __init__(self, impl: Any, cache: torch.Tensor, slots: torch.Tensor | None) -> None:
+        self.impl, self.cache, self.slots = impl, cache, slots
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self.slots is not None:
+            keys, values = (x.view(-1, HEADS[1], DIM) for x in (k, v))
+            self.impl.do_kv_cache_update(LAYER, keys, values, self.cache, self.slots)
+        else:
+            self.impl.forward(LAYER, q, k, v, self.cache, None, torch.empty_like(q))
+        return q
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_norms_rotation_and_the_cache_in_one_pass(
+    version: str, kv: str, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Queries, and what lies in the cache, are those of separate passes; an fp8 cache has them."""
+    monkeypatch.setenv("FI_VLLM_LAYERS", "1")
+    fake_vllm.install(version, monkeypatch).register()
+    plugin = importlib.import_module(f"{PLUGIN}.attention")
+    rotary = fake_vllm.ROTARY["RotaryEmbedding"](DIM, DIM, 100, 1e4, True, torch.bfloat16)
+    rotary.cos_sin_cache = rotary.cos_sin_cache.to(device)
+    weights = [rand(DIM, dtype=torch.bfloat16, device=device, seed=i) for i in range(2)]
+    layer = sys.modules["vllm.model_executor.models.qwen3"].Qwen3Attention(rotary, HEADS, weights, [1e-5, 1e-5])
+    rows = rand(7, sum(HEADS) * DIM + HEADS[1] * DIM, dtype=torch.bfloat16, device=device)
+    positions, slots = torch.arange(7, device=device), torch.tensor([40, 3, -1, 17, 900], device=device)
+    (impl, plain), found = engine(plugin, device, kv=kv, windows=[None, None])[1], []
+    calls: list[Any] = []
+    own = plugin.reshape_and_cache_flash
+    monkeypatch.setattr(plugin, "reshape_and_cache_flash", lambda *given: (calls.append(given), own(*given)))
+    for fis, appends in ((impl, kv == "auto"), (plain, False)):
+        assert impl.appends == (kv == "auto")
+        fis.appends = appends
+        cache = cache_of(plugin, version, device, kv, DIM)
+        layer.attn = Attended(fis, cache, slots)
+        query = layer(positions, rows.clone())[: len(slots)]  # rows behind the slots pad a graph
+        written = cache.view(torch.uint8)
+        found.append((query, written.clone()))
+    assert len(calls) == (1 if kv == "auto" else 2)
+    for one, two in zip(*found):
+        assert torch.equal(one, two)
+    layer.attn = Attended(impl, cache, None)  # vLLM measures the memory of a step
+    layer(positions, rows.clone())
+    assert impl.rotation is None
+
+
 def test_batch_invariance_computes_all_tokens_as_prefill(
     version: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, device: str
 ) -> None:

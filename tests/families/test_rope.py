@@ -248,6 +248,68 @@ def test_norms_of_heads(shape: tuple[int, ...], is_neox: bool, dtype: torch.dtyp
         assert torch.equal(v, before[:, -hk * d :])
 
 
+@pytest.mark.parametrize("shape", [(4, 2, 128, 128), (3, 1, 64, 64), (2, 2, 256, 64)], ids=str)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_norms_with_append(shape: tuple[int, ...], layout: str, index: torch.dtype, device: str) -> None:
+    """Keys in the cache are those of a pass in place, values a copy; rows without a slot write nothing."""
+    hq, hk, d, width = shape
+    qkv = rand(37, (hq + 2 * hk) * d, dtype=torch.bfloat16, device=device)
+    weights = [rand(d, dtype=torch.bfloat16, device=device, seed=i) for i in (1, 2)]
+    positions, page_size = torch.arange(37, device=device) * 3, 16
+    angle = torch.arange(37 * 3, dtype=torch.float64).unsqueeze(1) * frequencies(width)
+    table = torch.cat([angle.cos(), angle.sin()], 1).float().to(device)
+    slots = torch.randperm(5 * page_size, generator=torch.Generator().manual_seed(3))[:37]
+    slots[[4, 36]] = -1
+    kept = slots >= 0
+    for impl in impls("rope", device):
+        own, (q, k, v) = qkv.clone(), qkv.clone().split((hq * d, hk * d, hk * d), 1)
+        want_q, want_k, _ = own.split((hq * d, hk * d, hk * d), 1)
+        before = k.clone()
+        storage = torch.full((5, 2, page_size, hk, d), 7.0, dtype=torch.bfloat16, device=device)
+        if layout == "HND":
+            storage = storage.transpose(2, 3).contiguous()
+        caches = storage.unbind(1)
+        normed = {"q_weight": weights[0], "k_weight": weights[1], "eps": 1e-5}
+        with using("rope", impl):
+            rope.apply_rope_with_cos_sin_cache_inplace(positions, want_q, want_k, d, table, **normed)
+            rope.apply_rope_with_cos_sin_cache_inplace(
+                positions, q, k, d, table, **normed, value=v, paged_kv_cache=caches,
+                slot_mapping=slots.to(device, index), kv_layout=layout,
+            )  # fmt: skip
+        assert torch.equal(q, want_q) and torch.equal(k, before)
+        for cache, rows in zip(caches, (want_k, v)):
+            tokens = (cache.transpose(1, 2) if layout == "HND" else cache).reshape(-1, hk, d).cpu()
+            assert torch.equal(tokens[slots[kept]], rows.cpu().unflatten(1, (hk, d))[kept])
+            rest = torch.ones(len(tokens), dtype=torch.bool)
+            rest[slots[kept]] = False
+            assert (tokens[rest] == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"value": None}, TypeError, "value, paged_kv_cache and q_weight must be given with slot_mapping"),
+        ({"q_weight": None, "k_weight": None}, TypeError, "value, paged_kv_cache and q_weight must be given"),
+        ({"slot_mapping": torch.tensor([0, 1, 32])}, ValueError, "slot_mapping must be below 32"),
+        ({"slot_mapping": torch.tensor([0, 1])}, ValueError, "slot_mapping must have shape"),
+        ({"value": torch.ones(3, 2 * 64, dtype=torch.float16)}, ValueError, "value must have the 1 heads of key"),
+        ({"kv_layout": "DNH"}, KeyError, "kv_layout"),
+    ],
+)
+def test_append_that_is_refused(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    half = torch.ones(64, dtype=torch.float16)
+    caches = torch.ones(2, 2, 16, 1, 64, dtype=torch.float16).unbind(1)
+    given = {
+        "positions": torch.arange(3), "query": torch.ones(3, 2 * 64, dtype=torch.float16),
+        "key": torch.ones(3, 64, dtype=torch.float16), "value": torch.ones(3, 64, dtype=torch.float16),
+        "head_size": 64, "cos_sin_cache": torch.ones(9, 64), "q_weight": half, "k_weight": half,
+        "paged_kv_cache": caches, "slot_mapping": torch.arange(3),
+    }  # fmt: skip
+    with pytest.raises(error, match=words):
+        rope.apply_rope_with_cos_sin_cache_inplace(**given | change)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [

@@ -252,7 +252,8 @@ def calls(model: Model, options: Options = DEFAULT) -> Iterator[Call]:
         yield Call("norm", "rmsnorm", {**one, "out": model.dtype, "residual": residual})
     yield Call("rope", "rope", one)
     if model.qk_norm:  # in the same pass
-        yield Call("rope", "rope", {**one, "norm": True})
+        for append in (False, True):  # into a cache of the activations' dtype
+            yield Call("rope", "rope", {**one, "norm": True, "append": append})
     yield Call("activation", "act_and_mul", one)
     yield Call("page", "append_paged_kv_cache", {})
     yield Call("page", "get_batch_indices_positions", {})

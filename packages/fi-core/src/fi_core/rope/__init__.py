@@ -30,6 +30,7 @@ from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, at_least
 from fi_core.runtime.spec.dtype import DTYPES
 from fi_core.runtime.spec.op import Implementation, Op, Unit, Values
+from fi_core.utils import _unpack_paged_kv_cache
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +55,8 @@ __all__ = [
 def _rope_unit(axes: Values) -> Unit:
     dtype = DTYPES[str(axes["dtype"])]
     vec = 16 // dtype.bytes
-    function, sizes = ("norm_rope", (vec,)) if axes["norm"] else ("rope", (vec, 1))
+    normed = "norm_rope_append" if axes["append"] else "norm_rope"
+    function, sizes = (normed, (vec,)) if axes["norm"] else ("rope", (vec, 1))
     return Unit("fi/rope/rope.cuh", "RopeParams", entries(function, dtype.device, sizes))
 
 
@@ -65,8 +67,8 @@ ROPE = Op(
     "Tensor? offsets=None, Tensor? cos_sin_cache=None, int? head_dim=None, int? rotary_dim=None, "
     "bool interleave=False, float rope_scale=1.0, float rope_theta=10000.0, float low_freq_factor=0.0, "
     "float high_freq_factor=0.0, float old_context_len=0.0, Tensor? q_weight=None, Tensor? k_weight=None, "
-    "float eps=1e-06",
-    axes={"dtype": ("f16", "bf16", "f32"), "norm": (False, True)},
+    "float eps=1e-06, Tensor? v=None, Tensor(c!)? k_cache=None, Tensor(d!)? v_cache=None, Tensor? slot_mapping=None",
+    axes={"dtype": ("f16", "bf16", "f32"), "norm": (False, True), "append": (False, True)},
     config=RopeConfig,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _rope_unit)),
     prebuilt=tuple({"dtype": dtype} for dtype in ("f16", "bf16", "f32")),
@@ -405,9 +407,14 @@ def apply_rope_with_cos_sin_cache_inplace(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
+    value: torch.Tensor | None = None,
+    paged_kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None,
+    slot_mapping: torch.Tensor | None = None,
+    kv_layout: str = "NHD",
 ) -> None:
     """Rotates query and key in place, as `apply_rope_with_cos_sin_cache` does; with weights their heads are normalized
-    first, in the same pass: `x / sqrt(mean(x^2) + eps) * weight` (RMSNorm, arXiv:1910.07467).
+    first, in the same pass: `x / sqrt(mean(x^2) + eps) * weight` (RMSNorm, arXiv:1910.07467). With slot_mapping the
+    pass writes the rotated key and the value into a paged cache, and key stays as it is.
 
     Args:
         positions: `[nnz]`, int32 or int64, the position of each row.
@@ -418,16 +425,27 @@ def apply_rope_with_cos_sin_cache_inplace(
         is_neox: whether pairs are `(i, i + rotary_dim / 2)`; else `(2 i, 2 i + 1)`.
         q_weight: `[head_size]`, dtype of query, of the norm of its heads; None: no norm. head_size is then a power of
             two of at most 512 (fp32 256), rotary_dim a multiple of 16, and on the GPU heads lie at multiples of 16
-            bytes (not an argument of FlashInfer, nor are the next two).
+            bytes (not an argument of FlashInfer, nor are the next ones).
         k_weight: likewise of key; given with q_weight.
         eps: of the norms.
+        value: like key.
+        paged_kv_cache: keys and values, each `[pages, page_size, num_kv_heads, head_size]`, dtype of query; with HND
+            `[pages, num_kv_heads, page_size, head_size]`.
+        slot_mapping: `[nnz]`, int32 or int64: `page page_size + token` of each row; below 0: the row is not written.
+            Given with q_weight.
+        kv_layout: "NHD" or "HND", of paged_kv_cache.
 
     Raises:
         ValueError: as there, and weights that do not fit.
-        TypeError: as there, or one of two weights.
+        TypeError: as there, or one of two weights, or slot_mapping without value, paged_kv_cache or weights.
+        KeyError: kv_layout is unknown.
     """
     if cos_sin_cache is None:
         raise TypeError("cos_sin_cache must be a torch.Tensor; got None")
+    k_cache = v_cache = None
+    if paged_kv_cache is not None:
+        pages = _unpack_paged_kv_cache(paged_kv_cache, kv_layout)
+        k_cache, v_cache = (x.transpose(1, 2) for x in pages) if kv_layout == "HND" else pages
     _rope(
         query,
         key,
@@ -440,4 +458,8 @@ def apply_rope_with_cos_sin_cache_inplace(
         q_weight=q_weight,
         k_weight=k_weight,
         eps=eps,
+        v=value,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        slot_mapping=slot_mapping,
     )

@@ -378,7 +378,9 @@ def cached(name: str, *, inplace: bool = False) -> TraceTemplate:
             for more in ({}, {"is_neox": False}, {"rotary_dim": 32}, {"head_size": 128, "rotary_dim": 128})
         ),
         work=_work,
-        others=("q_weight", "k_weight", "eps") if inplace else (),
+        others=("q_weight", "k_weight", "eps", "value", "paged_kv_cache", "slot_mapping", "kv_layout")
+        if inplace
+        else (),
         description="Rotary position embedding by a cache of cosines and sines" + (", in place." if inplace else "."),
     )
 

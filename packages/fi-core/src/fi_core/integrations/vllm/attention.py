@@ -228,6 +228,8 @@ class Impl(AttentionImpl):  # type: ignore[misc]
         self.logits_soft_cap = logits_soft_cap or 0.0
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
         self.sinks = sinks
+        self.appends = kv_cache_dtype == "auto" and kv_sharing_target_layer_name is None
+        self.rotation: Any = None  # of the queries and keys of this step, by `qk_norm`
         begin_to_compile()
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -237,7 +239,13 @@ class Impl(AttentionImpl):  # type: ignore[misc]
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Writes the keys and values of a step; slot_mapping has its actual tokens, which key and value may exceed."""
-        k, v = (x.transpose(1, 2) for x in self._pages(kv_cache))  # the operator has tokens before heads
+        rotate, self.rotation = self.rotation, None
+        pages = self._pages(kv_cache)
+        if rotate is not None:
+            value = value[: len(slot_mapping)]
+            rotate(key, value=value, paged_kv_cache=pages, slot_mapping=slot_mapping, kv_layout="HND")
+            return
+        k, v = (x.transpose(1, 2) for x in pages)  # the operator has tokens before heads
         scales = layer._k_scale, layer._v_scale
         reshape_and_cache_flash(key, value, k, v, slot_mapping, self.kv_cache_dtype, *scales)
 
@@ -256,6 +264,7 @@ class Impl(AttentionImpl):  # type: ignore[misc]
         """`[tokens, num_heads, head_size]`, of which rows beyond those of the step are padding."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale: None is required; the output is not quantized")
+        self.rotation = None  # of a step that writes no keys
         if attn_metadata is None:  # vLLM measures the memory of a step
             return output.fill_(0)
         step, (k, v) = attn_metadata, self._pages(kv_cache)

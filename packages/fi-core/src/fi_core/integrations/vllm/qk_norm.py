@@ -1,4 +1,4 @@
-"""The norms of queries and keys and their rotation in one pass, in the attention of vLLM's Qwen3 models.
+"""The norms of queries and keys, their rotation and the write to the cache in one pass, in vLLM's Qwen3 models.
 
 There vLLM has no seam between the projection and attention, so `forward` of TARGETS is replaced, where it is the one
 that FORWARD names.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fi_core.rope import apply_rope_with_cos_sin_cache_inplace
 
@@ -63,22 +63,48 @@ def _replaced(own: Callable[..., torch.Tensor], rotary: type) -> Callable[..., t
             return own(self, positions, hidden_states)
         qkv, _ = self.qkv_proj(hidden_states)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        apply_rope_with_cos_sin_cache_inplace(
-            positions,
-            q,
-            k,
-            self.head_dim,
-            self.rotary_emb.cos_sin_cache,
-            self.rotary_emb.is_neox_style,
-            q_weight=self.q_norm.weight,
-            k_weight=self.k_norm.weight,
-            eps=self.q_norm.variance_epsilon,
-        )
+        rotate = Rotation(positions, q, self)
+        if appends(self.attn):
+            self.attn.impl.rotation = rotate  # when vLLM has the keys written
+        else:
+            rotate(k)
         output, _ = self.o_proj(self.attn(q, k, v))
         result: torch.Tensor = output
         return result
 
     return forward
+
+
+class Rotation(NamedTuple):
+    """The norms and the rotation of a layer that are yet to be computed."""
+
+    positions: torch.Tensor
+    query: torch.Tensor
+    layer: Any
+
+    def __call__(self, key: torch.Tensor, **cache: Any) -> None:
+        """In place, or into the cache and in place of queries: for so many rows as it has slots."""
+        layer, rows = self.layer, slice(len(cache["slot_mapping"]) if cache else None)
+        apply_rope_with_cos_sin_cache_inplace(
+            self.positions[rows],
+            self.query[rows],
+            key[rows],
+            layer.head_dim,
+            layer.rotary_emb.cos_sin_cache,
+            layer.rotary_emb.is_neox_style,
+            q_weight=layer.q_norm.weight,
+            k_weight=layer.k_norm.weight,
+            eps=layer.q_norm.variance_epsilon,
+            **cache,
+        )
+
+
+def appends(attn: Any) -> bool:
+    """Whether the attention of a layer is fi's, over a cache of the activations' dtype, which vLLM has it write now."""
+    import torch
+
+    appends = getattr(attn, "impl", None) is not None and getattr(attn.impl, "appends", False)
+    return bool(appends and not attn.calculate_kv_scales and not torch.compiler.is_compiling())
 
 
 def fits(layer: Any, rotary: type) -> bool:

@@ -85,7 +85,46 @@ void check_norm(const RopeArgs& a, int64_t dim) {
   }
 }
 
-RopeRequest request_of(const RopeArgs& a) { return {a.q_out.dtype(), static_cast<bool>(a.q_weight)}; }
+// Has k and v go to the pages of a cache, [pages, page_size, heads, dim], at the slots of their rows.
+void append(const Kernel& kernel, const RopeArgs& a, const Heads& k_heads, Dim& nnz, Dim& dim, RopeParams& p) {
+  FI_CHECK(a.v && a.k_cache && a.v_cache && a.q_weight, TypeError,
+           "value, paged_kv_cache and q_weight must be given with slot_mapping");
+  const Heads v_heads = heads_of(a.v, nnz, dim);
+  a.v.like(a.q).inner_contiguous();
+  FI_CHECK(v_heads.count == k_heads.count, ValueError, "value must have the %lld heads of key; got %s",
+           static_cast<long long>(k_heads.count), a.v.shape_str().c_str());
+  Dim pages{"pages"}, page_size{"page_size"}, heads{"heads", k_heads.count};
+  for (const Tensor& cache : {a.k_cache, a.v_cache})
+    cache.like(a.q).inner_contiguous().shape(pages, page_size, heads, dim);
+  a.slot_mapping.is({kI32, kI64}).on(a.q).contiguous().shape(nnz);
+  FI_CHECK(page_size > 0 && pages * page_size < 0x7fffffff, ValueError,
+           "paged_kv_cache must have pages of at least one token and fewer than 2^31 tokens; got %s",
+           a.k_cache.shape_str().c_str());
+  if (kernel.checks_contents(a.q.device())) {
+    const Integers slots(kernel, a.slot_mapping);
+    for (int64_t i = 0; i < slots.size(); ++i)
+      FI_CHECK(slots[i] < pages * page_size, ValueError,
+               "slot_mapping must be below %lld, the tokens of the cache; got %lld at %lld",
+               static_cast<long long>(pages * page_size), static_cast<long long>(slots[i]), static_cast<long long>(i));
+  }
+  const Heads k_places{k_heads.count, a.k_cache.stride(1), a.k_cache.stride(2)},
+      v_places{k_heads.count, a.v_cache.stride(1), a.v_cache.stride(2)};
+  p.common.rope[kRopeK] = make_operand(a.k, k_heads, a.k_cache, k_places, 0);
+  p.common.nope[kRopeK] = make_operand(a.k, k_heads, a.k_cache, k_places, a.rotary_dim);
+  p.common.nope[kRopeV] = make_operand(a.v, v_heads, a.v_cache, v_places, 0);
+  for (RopeOperand* operand : {&p.common.rope[kRopeK], &p.common.nope[kRopeK], &p.common.nope[kRopeV]}) {
+    const Tensor& cache = operand == &p.common.nope[kRopeV] ? a.v_cache : a.k_cache;
+    operand->out_row_stride = cache.stride(1), operand->out_page_stride = cache.stride(0);
+  }
+  p.common.heads[kRopeV] = p.common.heads[kRopeK];
+  p.common.nope_dim[kRopeV] = static_cast<int32_t>(dim);
+  p.slots = index_array(a.slot_mapping);
+  p.page_size = divisor(static_cast<uint32_t>(page_size));
+}
+
+RopeRequest request_of(const RopeArgs& a) {
+  return {a.q_out.dtype(), static_cast<bool>(a.q_weight), static_cast<bool>(a.slot_mapping)};
+}
 
 void rope(const Kernel& kernel, const RopeArgs& given) {
   RopeArgs a = given;  // the checks below rename tensors as the caller names them
@@ -145,6 +184,7 @@ void rope(const Kernel& kernel, const RopeArgs& given) {
     p.common.nope_dim[kind] =
         is_in_place(p.common.nope[kind]) && !weight ? 0 : static_cast<int32_t>(dim - a.rotary_dim);
   }
+  if (a.slot_mapping) append(kernel, a, k_heads, nnz, dim, p);
   p.common.eps = static_cast<float>(a.eps);
   p.common.rotary_dim = static_cast<int32_t>(a.rotary_dim);
   p.common.rows = nnz;
@@ -188,7 +228,9 @@ void rope(const Kernel& kernel, const RopeArgs& given) {
     else
       detail::compute_angles(phase_steps.data(), pos, cosine, sine, p.common.rotary_dim / 2);
   };
-  const auto row_offset = [](int, const RopeOperand& operand, int64_t row) { return row * operand.out_row_stride; };
+  const auto row_offset = [&](int kind, const RopeOperand& operand, int64_t row) {
+    return p.place(kind, operand, row);
+  };
   rope_cpu(p.common, a.q.dtype(), a.q.dtype(), a.interleave != 0, angles, row_offset);
 #endif
 }

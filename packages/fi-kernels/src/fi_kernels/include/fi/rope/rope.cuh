@@ -178,7 +178,8 @@ FI_DEVICE void rope_heads(const RopeCommon& p, const RopeThread& thread, const S
     const bool second = offset1 < end;  // whether the second vector is inside the row
     const float scale = p.scale[kind];
     Vec<T, kVec> weight_a = {}, weight_b = {};
-    if constexpr (kNorm) {
+    const bool normed = kKinds < 3 || kind != kRopeV;
+    if (kNorm && normed) {
       const T* weight = static_cast<const T*>(p.weight[kind]) + (rotated ? 0 : p.rotary_dim);
       weight_a = load<T, kVec>(weight + offset0);
       weight_b = load<T, kVec>(weight + offset1);
@@ -205,7 +206,8 @@ FI_DEVICE void rope_heads(const RopeCommon& p, const RopeThread& thread, const S
           float a[kVec], b[kVec];
           to_float(x[u], a);
           to_float(y[u], b);
-          if constexpr (kNorm) normalize(a, b, weight_a, weight_b, p);
+          if constexpr (kNorm)
+            if (normed) normalize(a, b, weight_a, weight_b, p);
           if (rotated) rotate<kVec, kInterleave>(a, b, angles);
           if constexpr (kIsFp8<O>) {
 #pragma unroll
@@ -221,17 +223,25 @@ FI_DEVICE void rope_heads(const RopeCommon& p, const RopeThread& thread, const S
   }
 }
 
-template <class T, int kVec, int kUnroll, bool kInterleave, bool kNorm = false>
+template <class T, int kVec, int kUnroll, bool kInterleave, bool kNorm = false, int kKinds = 2>
 FI_DEVICE void rope(const RopeParams& p) {
   const RopeThread thread(p.common);
   const AngleSource<PairLayout<kVec, kInterleave>> source{p, {thread.lane, p.common.rotary_dim}};
-  const auto row_offset = [](int, const RopeOperand& operand, int64_t row) { return row * operand.out_row_stride; };
-  rope_heads<T, T, kUnroll, 2, kVec, kInterleave, kNorm>(p.common, thread, source, row_offset);
+  const auto row_offset = [&](int kind, const RopeOperand& operand, int64_t row) {
+    return kKinds == 3 ? p.place(kind, operand, row) : row * operand.out_row_stride;
+  };
+  rope_heads<T, T, kUnroll, kKinds, kVec, kInterleave, kNorm>(p.common, thread, source, row_offset);
 }
 
 template <class T, int kVec, int kUnroll, bool kInterleave>
 FI_DEVICE void norm_rope(const RopeParams& p) {
   rope<T, kVec, kUnroll, kInterleave, true>(p);
+}
+
+// Writes k and v into the pages of a cache.
+template <class T, int kVec, int kUnroll, bool kInterleave>
+FI_DEVICE void norm_rope_append(const RopeParams& p) {
+  rope<T, kVec, kUnroll, kInterleave, true, 3>(p);
 }
 
 }  // namespace fi

@@ -77,6 +77,18 @@ struct RopeParams {
   RopeFrequencies frequencies;
   IndexArray indptr, offsets;  // read if pos_ids is null
   int64_t segments;
+  // Places of k and v in a paged cache, page * page_size + token; below 0: none. Null: k is written by rows.
+  IndexArray slots;
+  Divisor page_size;
+
+  // Where a row of a part of the heads is written, in operand.out; -1: nowhere.
+  FI_HOST_DEVICE int64_t place(int kind, const RopeOperand& operand, int64_t row) const {
+    if (kind == kRopeQ || !slots.data) return row * operand.out_row_stride;
+    const int64_t slot = slots.at(row);
+    if (slot < 0) return -1;
+    const uint32_t page = divide(static_cast<uint32_t>(slot), page_size);
+    return page * operand.out_page_stride + (slot - int64_t{page} * page_size.value) * operand.out_row_stride;
+  }
 
   // Without pos_ids, row r of segment b has position offsets[b] + r - indptr[b]. A row outside all segments has
   // position 0, which rotates nothing.

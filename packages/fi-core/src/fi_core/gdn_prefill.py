@@ -171,14 +171,14 @@ def chunk_gated_delta_rule(
         if state_indices is not None or output_state_indices is not None:
             raise ValueError("output_state must be given with state_indices and output_state_indices")
         output_state = q.new_empty(sequences, heads, dim_v, dim, dtype=torch.float32)
-    if q.is_cuda or rehearsal():
-        splits = (use_cp is True or (bool(use_cp) and output_state_indices is None)) and not is_on()
-        segment_tokens, size = (_sizes_on if q.is_cuda else _sizes_rehearsed)(
-            q.get_device(), tokens, heads, dim, sequences, splits, _cp_chunk_len, g is not None and g.ndim == 3
+    device, segment_tokens, workspace = q.get_device(), 0, None  # the device is 0 or more on CUDA
+    if device >= 0 or rehearsal():
+        splits = use_cp is True or (use_cp and output_state_indices is None)
+        segment_tokens, size = (_sizes_on if device >= 0 else _sizes_rehearsed)(
+            device, tokens, heads, dim, sequences, splits, _cp_chunk_len, g is not None and g.ndim == 3
         )
+        segment_tokens = 0 if segment_tokens and is_on() else segment_tokens
         workspace = q.new_empty(size // 2)  # elements of 2 bytes: another dtype is slower
-    else:
-        segment_tokens, workspace = 0, None
     if not checkpoint_every_n_tokens:
         state_checkpoints = checkpoint_cu_starts = None
     _chunk(  # mostly by position, and without a dictionary of names, which is slower

@@ -120,10 +120,15 @@ def of_description(name: str, sizes: dict[str, Any], kind: str) -> Callable[[], 
         first: Any = run(**fresh(own)) if takes_out else None
 
         def inputs() -> Inputs:
-            poisoned = {"out": torch.full_like(first, float("nan"))} if takes_out else {}
+            out = first[0] if isinstance(first, tuple) else first
+            poisoned = {"out": torch.full_like(out, float("nan"))} if takes_out else {}
             return Inputs({**fresh(own), **poisoned})
 
-        return Call(inputs, lambda given: run(**given), found.template.results)
+        def seeded(given: Inputs) -> Any:
+            torch.manual_seed(SEED)  # for functions that draw
+            return run(**given)
+
+        return Call(inputs, seeded, found.template.results)
 
     return prepare
 

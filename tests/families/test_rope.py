@@ -291,6 +291,7 @@ def test_norms_with_append(shape: tuple[int, ...], layout: str, index: torch.dty
     [
         ({"value": None}, TypeError, "value, paged_kv_cache and q_weight must be given with slot_mapping"),
         ({"q_weight": None, "k_weight": None}, TypeError, "value, paged_kv_cache and q_weight must be given"),
+        ({"slot_mapping": None}, TypeError, "slot_mapping must be given with value and paged_kv_cache"),
         ({"slot_mapping": torch.tensor([0, 1, 32])}, ValueError, "slot_mapping must be below 32"),
         ({"slot_mapping": torch.tensor([0, 1])}, ValueError, "slot_mapping must have shape"),
         ({"value": torch.ones(3, 2 * 64, dtype=torch.float16)}, ValueError, "value must have the 1 heads of key"),

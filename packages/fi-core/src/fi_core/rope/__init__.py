@@ -437,7 +437,8 @@ def apply_rope_with_cos_sin_cache_inplace(
 
     Raises:
         ValueError: as there, and weights that do not fit.
-        TypeError: as there, or one of two weights, or slot_mapping without value, paged_kv_cache or weights.
+        TypeError: as there, or one of two weights, or one of slot_mapping, value and paged_kv_cache without the
+            others or weights.
         KeyError: kv_layout is unknown.
     """
     if cos_sin_cache is None:

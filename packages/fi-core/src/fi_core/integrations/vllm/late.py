@@ -16,7 +16,7 @@ _log = logging.getLogger("vllm.plugins.fi_core")
 def register() -> None:
     """Replaces `activate` of the monitor; the log names MONITORS where vLLM has none of them."""
     for name in MONITORS:
-        with contextlib.suppress(ModuleNotFoundError):
+        with contextlib.suppress(ModuleNotFoundError, AttributeError):  # of another version of vLLM
             monitor: Any = importlib.import_module(name)
             monitor.activate = _followed(monitor.activate)
             return

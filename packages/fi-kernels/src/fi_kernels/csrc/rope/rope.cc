@@ -184,6 +184,8 @@ void rope(const Kernel& kernel, const RopeArgs& given) {
     p.common.nope_dim[kind] =
         is_in_place(p.common.nope[kind]) && !weight ? 0 : static_cast<int32_t>(dim - a.rotary_dim);
   }
+  FI_CHECK(a.slot_mapping || !(a.v || a.k_cache), TypeError,
+           "slot_mapping must be given with value and paged_kv_cache; got None");
   if (a.slot_mapping) append(kernel, a, k_heads, nnz, dim, p);
   p.common.eps = static_cast<float>(a.eps);
   p.common.rotary_dim = static_cast<int32_t>(a.rotary_dim);

@@ -62,6 +62,8 @@ def resolve(dotted: str) -> Any:
                 found = importlib.import_module(".".join(parts[:end]))
             except ModuleNotFoundError:
                 raise AttributeError(f"{dotted}: no {part}") from None
+        if part is not parts[-1] and (module := sys.modules.get(".".join(parts[:end]))):
+            found = module  # as `from` finds it, also where its package has a function of that name
     return found
 
 

@@ -181,6 +181,30 @@ def test_import_statements_and_probes() -> None:
     assert done.returncode == 0, done.stderr
 
 
+SECOND_NAMES = """
+import importlib, types, flashinfer, fi_core
+from fi_core.compat import names
+
+owners = {path.rpartition(".")[0] for path, entry in names.read().items() if entry.kind == "here"} - {"", "fi_trace"}
+modules = sorted(name for name in owners if not name.rpartition(".")[2][0].isupper())  # the others are classes
+loaded = [importlib.import_module(f"fi_core.{name}") for name in modules]
+before = [(module, name, value) for module in loaded for name, value in vars(module).items() if name[0] != "_"]
+functions = [(module, name, value) for module, name, value in before if not isinstance(value, types.ModuleType)]
+for name in modules:
+    importlib.import_module(f"flashinfer.{name}")
+assert len(functions) > 1000
+lost = [f"{module.__name__}.{name}" for module, name, value in functions if getattr(module, name) is not value]
+assert lost == [], lost
+"""
+
+
+def test_an_import_of_a_module_leaves_the_function_of_its_name() -> None:
+    """As flashinfer.quantization.packbits and flashinfer.mamba.checkpointing_ssu are both."""
+    text = f"import fi_core.compat; fi_core.compat.install()\n{SECOND_NAMES}"
+    done = subprocess.run([sys.executable, "-c", text], env={"PYTHONPATH": PYTHONPATH}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_stand_in_refuses() -> None:
     preset = lacking.find("comm.mnnvl_cutedsl.kernel_ll", "LL_ALL_REDUCE_GB300_TP8_H8192")
     uses = [

@@ -96,7 +96,18 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Same, Loader):
-    """Gives the module of fi itself."""
+    """Gives the module of fi itself, and the modules below it that it has imported."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Python stores a module that it imports in its package, in place of a function of the same name. So it must not
+        # import under a second name what the package has imported.
+        assert module.__spec__ is not None
+        name = module.__spec__.name
+        super().exec_module(module)
+        for path, below in list(sys.modules.items()):
+            package, _, last = path.rpartition(".")
+            if package == self.home:
+                sys.modules.setdefault(f"{name}.{last}", below)
 
     def get_code(self, fullname: str) -> Any:
         """For `python -m flashinfer.<module>`."""

@@ -49,16 +49,17 @@ def iterate_specs(model: Any, target: Target, options: Options = DEFAULT) -> Ite
     """`specs_of_model`, one after the other: the first compiles while the family of the next is imported."""
     seen: set[Spec] = set()
     for call in calls(model_of(model), options):
-        request = Request.of(load(call.family)[call.op].op, target, call.values, call.backend)
-        try:
-            spec = choose(request).spec
-        except UnsupportedError:
-            if not call.optional:
-                raise
-            continue
-        if spec not in seen:
-            seen.add(spec)
-            yield spec
+        op = load(call.family)[call.op].op
+        for values in call.of_layer(op):
+            try:
+                spec = choose(Request.of(op, target, values, call.backend)).spec
+            except UnsupportedError:
+                if not call.optional:
+                    raise
+                continue
+            if spec not in seen:
+                seen.add(spec)
+                yield spec
 
 
 def prepare(

@@ -53,7 +53,8 @@ def specs(op: Op, target: Target) -> Iterator[Spec]:
     """
     if env.aot_ops and op.name not in env.aot_ops:
         return
-    values = itertools.chain(op.grid(), profiles.shipped().get(op.name, ()))
+    served = (call.of_layer(op) for call in profiles.shipped().get(op.name, ()))
+    values = itertools.chain(op.grid(), *served)
     requests = (Request.of(op, target, given)._replace(batch_invariant=False) for given in values)
     yield from dict.fromkeys(spec for request in requests for spec in dispatch.specs(request))
 

@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fi_core.fused_moe.moe_layer import chosen_tiles
 from fi_core.runtime import files
 from fi_core.runtime.dispatch import AUTO
 from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.op import Op
 
 _NORMALIZED = ("qwen3", "qwen3_moe")  # types of models with norms of heads
 EXPERTS = ("", "bf16", "f16", "e4m3", "mxfp4")
-SHORT_M = (8, 16, 32, 64)  # rows of a product for which `gemm` has other kernels than for many
 LATENT = (512, 64)  # values of a latent row, and its rotary part, that the MLA kernels take
 
 
@@ -163,13 +162,20 @@ DEFAULT = Options()
 
 
 class Call(NamedTuple):
-    """A request of a step. optional: another request does the same where no kernel serves this one."""
+    """A request of a step, for all that its layer makes of the op, unless it is alone. optional: another request does
+    the same where no kernel serves this one.
+    """
 
     family: str
     op: str
     values: dict[str, Any]
     optional: bool = False
+    alone: bool = False
     backend: str = AUTO
+
+    def of_layer(self, op: Op) -> Iterator[dict[str, Any]]:
+        """The values of the requests for which it stands; op: its op."""
+        return iter([self.values]) if self.alone else op.calls_of_layer(self.values)
 
 
 def _setting(config: Any, name: str) -> Any:
@@ -248,8 +254,7 @@ def calls(model: Model, options: Options = DEFAULT) -> Iterator[Call]:
     if model.experts:
         yield from _expert_calls(model)
     yield from _latent_calls(model, options) if model.latent else _attention_calls(model, options)
-    for residual in (False, True):
-        yield Call("norm", "rmsnorm", {**one, "out": model.dtype, "residual": residual})
+    yield Call("norm", "rmsnorm", {**one, "out": model.dtype})
     yield Call("rope", "rope", one)
     if model.qk_norm:  # in the same pass
         for append in (False, True):  # into a cache of the activations' dtype
@@ -266,8 +271,7 @@ def calls(model: Model, options: Options = DEFAULT) -> Iterator[Call]:
         yield from _product_calls(model)
     if options.lora:
         groups = {"a": model.dtype, "b": model.dtype, "out": model.dtype, "tiles": "groups"}
-        for m in (*SHORT_M, 129):
-            yield Call("gemm", "gemm", {**groups, "m": m})
+        yield Call("gemm", "gemm", groups)
         yield Call("gemm", "gemm", {**groups, "b_major": "n"})
     if options.spec_tokens:
         yield Call("sampling", "chain_speculative", {})
@@ -328,15 +332,12 @@ def _expert_calls(model: Model) -> Iterator[Call]:
     yield Call("fused_moe", "moe_sort", {})
     yield Call("fused_moe", "moe_finalize", {"y": x, "out": x})
     kind = {"x": x, "weight": weight, "activation": model.activation}
-    for tokens in chosen_tiles(weight):
-        yield Call("fused_moe", "moe_experts", {**kind, "tokens": tokens}, optional=True)
+    yield Call("fused_moe", "moe_experts", kind, optional=True)
     if weight == "u8":
         yield Call("fused_moe", "moe_mixed_gemm", {"x": x, "format": "Mxfp4"})
     else:
-        product = {"a": weight, "b": weight, "out": x, "tiles": "groups"}
-        scales = {"scales": "blocks"} if weight == "e4m3" else {}
-        for m in (*SHORT_M, 129):
-            yield Call("gemm", "gemm", {**product, **scales, "m": m})
+        scales = "blocks" if weight == "e4m3" else "rows"
+        yield Call("gemm", "gemm", {"a": weight, "b": weight, "out": x, "tiles": "groups", "scales": scales})
         yield Call("fused_moe", "moe_few_tokens", kind, optional=True)
         yield Call("fused_moe", "moe_gated_gemm", {"x": weight, "activation": model.activation}, optional=True)
         yield Call("fused_moe", "moe_gather", {"x": x, "quantizes": weight == "e4m3"})
@@ -348,14 +349,13 @@ def _product_calls(model: Model) -> Iterator[Call]:
     """Products with quantized weights outside of experts, of few and of many tokens."""
     if model.weights != "e4m3":
         block, scale = (16, "e4m3") if model.weights == "nvfp4" else (32, "ue8m0")
-        for m in (8, 16):
-            yield Call("gemm", "gemm_few_bits", {"out": model.dtype, "block": block, "m": m}, optional=True)
+        yield Call("gemm", "gemm_few_bits", {"out": model.dtype, "block": block}, optional=True)
         yield Call("quantization", "block_dequantize", {"input": "e2m1", "out": "bf16", "scale": scale})
-        yield Call("gemm", "gemm", {"a": "bf16", "b": "bf16", "out": model.dtype})  # bf16 holds dequantized fp4 exactly
+        # bf16 holds dequantized fp4 exactly.
+        yield Call("gemm", "gemm", {"a": "bf16", "b": "bf16", "out": model.dtype}, alone=True)
         yield Call("quantization", "block_quantize", {"dtype": model.dtype, "block": block, "scale": scale})
         return
-    for m in (*SHORT_M, 129):
-        yield Call("gemm", "gemm", {"a": "e4m3", "b": "e4m3", "out": model.dtype, "scales": "blocks", "m": m})
+    yield Call("gemm", "gemm", {"a": "e4m3", "b": "e4m3", "out": model.dtype, "scales": "blocks"})
     values = {"dtype": model.dtype, "out": "e4m3", "block": 128, "scale": "f32"}
     yield Call("quantization", "block_quantize", values)
 
@@ -364,16 +364,16 @@ KV_DTYPES = (None, "e4m3", "e5m2")  # of the caches whose kernels packages ship
 
 
 @functools.cache
-def shipped() -> dict[str, tuple[dict[str, Any], ...]]:
+def shipped() -> dict[str, tuple[Call, ...]]:
     """The requests of every model, by op, with each KV dtype, adapters, drafted tokens, on one rank and on eight.
 
     Dense models of 16-bit or fp4 weights are also served in fp16.
     """
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    found: dict[str, dict[str, Call]] = {}
     for model, kv, tp in itertools.product(dict.fromkeys(MODELS.values()), KV_DTYPES, (1, 8)):
         if model.latent and kv == "e5m2":
             continue  # no kernel reads it
         for dtype in (model.dtype, "f16") if model.serves_fp16 else (model.dtype,):
             for call in calls(model, Options(dtype, kv, tp=tp, spec_tokens=1, lora=True)):
-                found.setdefault(call.op, {})[json.dumps(call.values, sort_keys=True)] = call.values
-    return {op: tuple(values.values()) for op, values in found.items()}
+                found.setdefault(call.op, {})[json.dumps(call, sort_keys=True)] = call
+    return {op: tuple(of_op.values()) for op, of_op in found.items()}

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -57,8 +56,7 @@ def reached(request: Request, known: Mapping[str, Op]) -> Iterator[Spec]:
     given = dict(zip(request.op.fields, request.values))
     for op in (request.op, *(known[name] for name in request.op.beside if name in known)):
         shared = {name: value for name, value in given.items() if name in op.fields}
-        for values in itertools.product(*(v(shared) if callable(v) else v for v in op.varies.values())):
-            fields = {**shared, **dict(zip(op.varies, values))}
+        for fields in op.calls_of_layer(shared):
             with contextlib.suppress(UnsupportedError, ValueError):  # or the other op has no such backend
                 yield choose(Request.of(op, request.target, fields, request.backend)).spec
 

@@ -224,6 +224,12 @@ class Op:
             choices = [f.values or (f.default,) for f in self.fields.values()]
             yield from (dict(zip(self.fields, combination)) for combination in itertools.product(*choices))
 
+    def calls_of_layer(self, given: Values) -> Iterator[dict[str, Any]]:
+        """The values of all fields in the calls of a layer, of which one has the given values."""
+        values = self.values(given)
+        choices = (v(values) if callable(v) else v for v in self.varies.values())
+        yield from ({**values, **dict(zip(self.varies, combination))} for combination in itertools.product(*choices))
+
     def implementation(self, name: str) -> Implementation:
         for found in self.implementations:
             if found.name == name:

@@ -49,14 +49,14 @@ def targets() -> tuple[Target, ...]:
 
 def specs(op: Op, target: Target) -> Iterator[Spec]:
     """The op's prebuilt specs on a target: one for each implementation that supports a request of its grid or of a
-    serving profile there, without duplicates. None of an op that FI_AOT_OPS leaves out.
+    serving profile there, and is not slow for it, without duplicates. None of an op that FI_AOT_OPS leaves out.
     """
     if env.aot_ops and op.name not in env.aot_ops:
         return
     served = (call.of_layer(op) for call in profiles.shipped().get(op.name, ()))
     values = itertools.chain(op.grid(), *served)
     requests = (Request.of(op, target, given)._replace(batch_invariant=False) for given in values)
-    yield from dict.fromkeys(spec for request in requests for spec in dispatch.specs(request))
+    yield from dict.fromkeys(spec for request in requests for spec in dispatch.specs(request, slow=False))
 
 
 def grid(kinds: Collection[str] = KINDS, keep: Callable[[Spec], bool] = lambda spec: True) -> dict[Artifact, Spec]:

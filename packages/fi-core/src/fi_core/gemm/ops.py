@@ -379,20 +379,12 @@ GEMM = Op(
         ),
         Implementation("mma_sm80", (*at_least(80), _SAME_OR_FP8), _mma_unit, axes=_exact),
     ),
+    # Beside those of served models.
     prebuilt=(
-        *({"a": "bf16", "b": "bf16", "tiles": tiles} for tiles in ("batched", "groups")),
-        *(
-            {"a": "e4m3", "b": "e4m3", "scales": scales, "tiles": tiles}
-            for scales in ("rows", "blocks")
-            for tiles in ("batched", "groups")
-        ),
-        {"a": "e4m3", "b": "e4m3", "scales": "column_blocks"},
-        *(
-            {"a": dtype, "b": dtype, "scales": scales, "tiles": tiles, "m": tokens}
-            for dtype, scales in (("bf16", "rows"), ("e4m3", "rows"), ("e4m3", "blocks"))
-            for tiles in ("batched", "groups")
-            for tokens in _SMALL_M_TOKENS
-        ),
+        *({"a": "bf16", "b": "bf16", "m": tokens} for tokens in (*_SMALL_M_TOKENS, _LARGE_M)),
+        *({"a": "e4m3", "b": "e4m3", "m": tokens} for tokens in (*_SMALL_M_TOKENS, _LARGE_M)),
+        *({"a": "e4m3", "b": "e4m3", "tiles": "groups", "m": tokens} for tokens in (_SMALL_M_TOKENS[-1], _LARGE_M)),
+        *({"a": "e4m3", "b": "e4m3", "scales": "column_blocks", "m": m} for m in (_SMALL_M_TOKENS[-1], _LARGE_M)),
     ),
 )
 gemm = operator(GEMM)

@@ -134,8 +134,10 @@ def spec_of(request: Request, name: str) -> Spec:
     return Spec(request.op, name, request.target, tuple((axis, axes[axis]) for axis in request.op.axes))
 
 
-def specs(request: Request) -> list[Spec]:
-    """One spec for each implementation of this library that supports the request on its target, preferred or not."""
+def specs(request: Request, slow: bool = True) -> list[Spec]:
+    """One spec for each implementation of this library that supports the request on its target, preferred or not.
+    slow: also those for whose speed a condition does not hold.
+    """
     facts = request.facts()
     ours = (i for i in request.op.implementations if i.unit is not None or request.target.kind == "cpu")
-    return [spec_of(request, i.name) for i in ours if not i.refusals(facts)]
+    return [spec_of(request, i.name) for i in ours if not i.refusals(facts) and (slow or not i.reservations(facts))]

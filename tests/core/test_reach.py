@@ -53,6 +53,19 @@ def test_products_of_any_number_of_tokens(begun: list[Spec], given: dict[str, st
     assert {choose(Request.of(op, HOPPER, {**given, "m": m, "k": k})).spec for m in range(1, 300)} <= {*begun}
 
 
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("gemm", {"a": "e4m3", "b": "e4m3", "tiles": "groups", "m": 300}), ("moe_gated_gemm", {"x": "e4m3"})],
+)
+@pytest.mark.parametrize("first", ["blocks", "row_blocks"])
+def test_products_with_block_scales_in_both_orders(begun: list[Spec], name: str, given: Any, first: str) -> None:
+    """Which of them a product of a layer has depends on its k."""
+    op = operator(name).op
+    ahead.begin_reached(Request.of(op, HOPPER, {**given, "scales": first}), {})
+    orders = ("blocks", "row_blocks")
+    assert {choose(Request.of(op, HOPPER, {**given, "scales": scales})).spec for scales in orders} <= {*begun}
+
+
 @pytest.mark.parametrize(("weight", "tiles"), [("bf16", {8, 16, 32}), ("e4m3", {8}), ("u8", {8, 16, 32})])
 def test_only_tiles_that_a_layer_chooses(begun: list[Spec], weight: str, tiles: set[int]) -> None:
     """A mean of more rows than these is computed by grouped products."""

@@ -13,6 +13,8 @@ import torch
 
 import fi_core
 from fi_bench.backends import forcing
+from fi_core.fused_moe.ops import moe_gated_gemm
+from fi_core.gemm.ops import gemm
 from fi_core.observe.draw import Outline
 from fi_core.registry import described, operator, ops
 from fi_core.runtime.errors import UnsupportedError
@@ -189,6 +191,40 @@ def test_misaligned_rows_take_another_kernel_and_aligned_ones_the_first() -> Non
         assert chosen == [("tma_sm90", 16), ("cuda_core", 2), ("tma_sm90", 16)]
         with pytest.raises(UnsupportedError, match="requires alignment >= 16, got 2"):
             w.run(shifted, cache)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "order", "expected"),
+    [
+        (65, 1024, "rows", "row_blocks"),
+        (65, 1024, "columns", "blocks"),
+        (65, 640, "rows", "blocks"),  # rows of five scales are not aligned
+        (64, 1024, "rows", "blocks"),  # few tokens: one kernel for both
+    ],
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_order_of_block_scales_has_a_kernel(m: int, k: int, order: str, expected: str, transposed: bool) -> None:
+    """Four scales of a row are one copy where they are 16 aligned bytes."""
+    out = torch.empty(m, 256, dtype=torch.bfloat16)
+    a, b = (torch.empty(rows, k).to(torch.float8_e4m3fn) for rows in (m, 256))
+    sa, sb = torch.empty(m, k // 128), torch.empty(2, k // 128)
+    if order == "columns":
+        sa = sa.mT.contiguous().mT
+    with Rehearsal(HOPPER, 132, SHARED) as rehearsal:
+        gemm(out, a, b, *((sa.mT, sb.mT) if transposed else (sa, sb)), scales_transposed=transposed)
+    ((choice, _),) = rehearsal.calls
+    assert dict(choice.spec.axes)["scales"] == expected
+
+
+@pytest.mark.parametrize(("k", "expected"), [(1024, "row_blocks"), (640, "blocks")])
+def test_experts_with_many_rows_have_a_kernel_for_aligned_scales(k: int, expected: str) -> None:
+    x, weight = torch.empty(300, k).to(torch.float8_e4m3fn), torch.empty(2, 512, k).to(torch.float8_e4m3fn)
+    scales = torch.empty(300, k // 128), torch.empty(2, 4, k // 128)
+    with Rehearsal(HOPPER, 132, SHARED) as rehearsal:
+        out, offsets = torch.empty(300, 256).to(x.dtype), torch.zeros(3, dtype=torch.int32)
+        moe_gated_gemm(out, torch.empty(300, 2), x, scales[0], weight, scales[1], offsets)
+    ((choice, _),) = rehearsal.calls
+    assert dict(choice.spec.axes)["scales"] == expected
 
 
 @pytest.mark.parametrize("name", WRAPPERS)

@@ -33,7 +33,7 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 "x_scale": Tensor(X_SCALE, (n, k // 128), "f32"),
                 "weight_scale": Tensor(W_SCALE, (e, 2 * width // 128, k // 128), "f32"),
             }
-        axes = {"x": dtype, "activation": "Swiglu"}
+        axes = {"x": dtype, "activation": "Swiglu", "scales": "blocks"}
         return gpu.call("moe_gated_gemm", axes, arguments | change, implementation="wgmma_sm90")
 
     yield call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fi_core.gemm.ops import TILES, GemmConfig
+from fi_core.gemm.ops import BLOCK_ORDERS, SCALES, TILES, GemmConfig
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
@@ -144,7 +144,7 @@ def _gated_gemm_unit(axes: Values) -> Unit:
     if dtype.bytes == 2:
         tiles, mainloop = TILES["16 bits"], f"fi::Accumulate<{types}, false>"
     else:
-        tiles, mainloop = TILES["gated blocks"], f"fi::Promote<{types}, fi::GemmScales::kBlocks>"
+        tiles, mainloop = TILES["gated blocks"], f"fi::Promote<{types}, fi::GemmScales::{SCALES[axes['scales']]}>"
     epilogue = f"fi::StoreGated<{{0}}, {dtype.device}, fi::kExpert{axes['activation']}>"
     entries = [tile.entry("moe_gated_gemm", mainloop, epilogue, "GroupTiles", gated=True) for tile in tiles]
     flags = ("--split-compile=4",) if len(entries) > 1 else ()
@@ -163,9 +163,11 @@ MOE_GATED_GEMM = Op(
     fields={
         "x": Field(("bf16", "f16", "e4m3"), "bf16"),
         "activation": Field(_GATED, "Swiglu", ActivationType),
+        "scales": Field(("blocks", "row_blocks"), "blocks"),  # as those of gemm
     },
     config=GemmConfig,
-    prebuilt=({"x": "e4m3", "activation": "Swiglu"},),
+    varies={"scales": lambda given: BLOCK_ORDERS if given["x"] == "e4m3" else ("blocks",)},
+    prebuilt=({"x": "e4m3", "activation": "Swiglu", "scales": "row_blocks"},),
     implementations=(Implementation("cpu", ON_CPU), Implementation("wgmma_sm90", exactly(90), _gated_gemm_unit)),
 )
 

@@ -164,7 +164,14 @@ _ALONE = {
     },
 }
 _ALONE["fast"] = _ALONE["16 bits"] | {name: _ALONE["rows"][name] for name in ("small_m_64x64", "small_m_64x192")}
-_SCALES = {"rows": "kRows", "blocks": "kBlocks", "column_blocks": "kColumnBlocks"}
+# Of row_blocks, four k of a row of a_scale are one copy. A unit has the code for one order of block scales only.
+SCALES = {"rows": "kRows", "blocks": "kBlocks", "row_blocks": "kRowBlocks", "column_blocks": "kColumnBlocks"}
+BLOCK_ORDERS = ("row_blocks", "blocks")  # of the products of a layer: rows of scales are aligned for some k only
+
+
+def _any_order(scales: str) -> str:
+    """The scales without their order."""
+    return "blocks" if scales == "row_blocks" else scales
 
 
 def _alone(entry: Entry, clocks: Mapping[str, int]) -> Entry:
@@ -176,12 +183,13 @@ def _alone(entry: Entry, clocks: Mapping[str, int]) -> Entry:
 
 def _unit(axes: Values) -> Unit:
     a, b, out = (DTYPES[axes[name]] for name in ("a", "b", "out"))
-    kind, short = "16 bits" if a.bytes == 2 else "fast" if axes["fast_accum"] else axes["scales"], out.bytes == 2
+    kind = "16 bits" if a.bytes == 2 else "fast" if axes["fast_accum"] else _any_order(axes["scales"])
+    short = out.bytes == 2
     n_major = axes["b_major"] == "n"
     if kind in ("16 bits", "fast"):
         mainloop = f"fi::Accumulate<{{0}}, {a.device}, {b.device}, {str(n_major).lower()}>"
     else:
-        mainloop = f"fi::Promote<{{0}}, {a.device}, {b.device}, fi::GemmScales::{_SCALES[kind]}>"
+        mainloop = f"fi::Promote<{{0}}, {a.device}, {b.device}, fi::GemmScales::{SCALES[axes['scales']]}>"
     scaled = str(kind in ("16 bits", "fast", "rows")).lower()
     epilogues = {
         GemmStores.ROWS: f"fi::StoreRows<{{0}}, {out.device}, {scaled}>",
@@ -250,7 +258,7 @@ _SMALL_M_TILES = ((1, 2), (2, 2), (3, 1), (4, 1))
 _SMALL_M_TOKENS = (8, 16, 32, 64)  # of a tile
 _LARGE_M = _SMALL_M_TOKENS[-1] + 1
 _SHORT_K_TOKENS = 16  # of a tile, where k is "short": request_of of gemm.cc tells
-_SCALE_ROWS = {"rows": 0, "blocks": 128, "column_blocks": 1}
+_SCALE_ROWS = {"rows": 0, "blocks": 128, "row_blocks": 128, "column_blocks": 1}
 
 
 def _small_m_entry(axes: Values, tokens: int, warpgroups: int, blocks: int, k_block_clocks: int = 0) -> Entry:
@@ -299,12 +307,12 @@ _SAME_OR_FP8 = Rule(
 
 
 def _exact(values: Values) -> Values:
-    """The axes of a kernel for any number of tokens that always adds in fp32."""
-    return {**values, "tokens": 0, "fast_accum": False}
+    """The axes of a kernel for any number of tokens and any order of block scales that always adds in fp32."""
+    return {**values, "scales": _any_order(values["scales"]), "tokens": 0, "fast_accum": False}
 
 
 def _any_m(values: Values) -> Values:
-    """The same where fp8 operands without scales of blocks may be added by the tensor cores."""
+    """The axes where fp8 operands without scales of blocks may be added by the tensor cores."""
     fast = values["fast_accum"] and values["scales"] == "rows" and DTYPES[values["a"]].bytes == 1
     return {**values, "tokens": 0, "fast_accum": fast}
 
@@ -329,7 +337,7 @@ GEMM = Op(
         "a": Field(_FLOATS, "bf16"),
         "b": Field(_FLOATS, "bf16"),
         "out": Field(("f16", "bf16", "f32"), "bf16"),
-        "scales": Field(("rows", "blocks", "column_blocks"), "rows"),
+        "scales": Field(tuple(SCALES), "rows"),
         "tiles": Field(("batched", "groups"), "batched"),
         "b_major": Field(("k", "n"), "k"),
         "fast_accum": Field((False, True), False),
@@ -341,14 +349,17 @@ GEMM = Op(
         "a": _FLOATS,
         "b": _FLOATS,
         "out": ("f16", "bf16", "f32"),
-        "scales": ("rows", "blocks", "column_blocks"),
+        "scales": tuple(SCALES),
         "tiles": ("batched", "groups"),
         "b_major": ("k", "n"),
         "fast_accum": (False, True),
         "tokens": (0, *_SMALL_M_TOKENS),
     },
     config=GemmConfig,
-    varies={"m": (*_SMALL_M_TOKENS, _LARGE_M)},
+    varies={
+        "scales": lambda given: BLOCK_ORDERS if given["scales"] in BLOCK_ORDERS else (given["scales"],),
+        "m": (*_SMALL_M_TOKENS, _LARGE_M),
+    },
     implementations=(
         Implementation("cpu", (*ON_CPU, _SAME_OR_FP8), axes=_exact),
         Implementation(

@@ -58,7 +58,10 @@ void run_cpu(const MoeGatedGemmParams& params, const MoeGatedGemmArgs& a) {
 #endif
 
 MoeGatedGemmRequest request_of(const MoeGatedGemmArgs& a) {
-  return {a.x.dtype(), static_cast<MoeGatedGemmRequest::Activation>(a.activation)};
+  using Scales = MoeGatedGemmRequest::Scales;
+  const bool copied = a.x_scale && a.x_scale.row_alignment(16) == 16;  // four of a row
+  return {a.x.dtype(), static_cast<MoeGatedGemmRequest::Activation>(a.activation),
+          copied ? Scales::kRowBlocks : Scales::kBlocks};
 }
 
 void moe_gated_gemm(const Kernel& kernel, const MoeGatedGemmArgs& a) {

@@ -427,6 +427,13 @@ int64_t alignment_of(const Tensor& t, bool last_two_swapped) {
   return low % 16 ? static_cast<int64_t>(low & -low) : 16;
 }
 
+// Whether four k of a row of a_scale, of blocks of one row, are 16 aligned bytes.
+bool scales_of_four_are_copied(const GemmArgs& a) {
+  const int row = a.scales_transposed ? -1 : -2;
+  return a.a_scale && a.a_scale.ndim() == a.a.ndim() && a.a_scale.size_or_0(row) == a.a.size_or_0(-2) &&
+         a.a_scale.stride_or_0(-3 - row) == 1 && alignment_of(a.a_scale, a.scales_transposed) == 16;
+}
+
 GemmRequest request_of(const GemmArgs& a) {
   constexpr int64_t kLargeM = 65;  // more rows count as this many
   using Request = GemmRequest;
@@ -438,7 +445,9 @@ GemmRequest request_of(const GemmArgs& a) {
     const int64_t along_n = a.b_scale.size(a.scales_transposed ? -1 : -2);
     const bool one = along_n == 1 && a.b_scale.size(a.scales_transposed ? -2 : -1) == 1;
     if (!one || std::max(n, k) <= 128)
-      r.scales = along_n == n && n > 1 ? Request::Scales::kColumnBlocks : Request::Scales::kBlocks;
+      r.scales = along_n == n && n > 1          ? Request::Scales::kColumnBlocks
+                 : scales_of_four_are_copied(a) ? Request::Scales::kRowBlocks
+                                                : Request::Scales::kBlocks;
   }
   r.tiles = a.m_indptr || a.masked_m ? Request::Tiles::kGroups : Request::Tiles::kBatched;
   const bool n_major = a.b.stride_or_0(column) != 1 && a.b.stride_or_0(row) == 1 && k > 1;

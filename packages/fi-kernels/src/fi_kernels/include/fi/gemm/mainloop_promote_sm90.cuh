@@ -8,8 +8,8 @@
 namespace fi {
 
 // kRows: of rows and columns, which the epilogue multiplies; kBlocks: of 128 k and 1 or 128 rows of a and 128 rows of
-// b; kColumnBlocks: each row of b has its own.
-enum class GemmScales { kRows, kBlocks, kColumnBlocks };
+// b; kRowBlocks: so, and those of 4 k of a row of a are 16 aligned bytes; kColumnBlocks: each row of b has its own.
+enum class GemmScales { kRows, kBlocks, kRowBlocks, kColumnBlocks };
 
 FI_HOST_DEVICE constexpr int gemm_common_divisor(int a, int b) { return b == 0 ? a : gemm_common_divisor(b, a % b); }
 
@@ -35,6 +35,7 @@ struct BlockScales {
   // Whether kScaleBlocks k of a row of a_scale are 16 aligned bytes: one copy, where 4 bytes each would touch as many
   // lines of L1 as there are rows for every k. They lie in shared memory as [row][k] then, else as [k][row].
   FI_DEVICE static bool by_rows(const GemmProblem& q) {
+    if constexpr (kScales != GemmScales::kColumnBlocks) return kScales == GemmScales::kRowBlocks;
     return q.a_scale_rows == 1 && q.a_scale_k_stride == 1 &&
            aligned(q.a_scale, q.a_scale_row_stride | q.a_scale_batch_stride);
   }
@@ -112,7 +113,8 @@ struct Promote {
   static constexpr bool kWholePasses = kBlockScales && kStages == kScaleBlocks;
   // Blocks of accumulators: 64 rows each, or the two projections of a gated tile.
   static constexpr int kMBlocks = Tile::kGated ? 2 : Tile::kOwnRows / 64, kCount = kOwnColumns / (Tile::kGated ? 4 : 2);
-  static_assert(!Tile::kGated || (kScales == GemmScales::kBlocks && Tile::kHalf == 128), "128 features share a scale");
+  static constexpr bool kSharedColumns = kScales == GemmScales::kBlocks || kScales == GemmScales::kRowBlocks;
+  static_assert(!Tile::kGated || (kSharedColumns && Tile::kHalf == 128), "128 features share a scale");
 
   const GemmSm90Params& p;
   typename Tile::Ring& ring;
@@ -133,7 +135,9 @@ struct Promote {
 
   template <class Epilogue>
   FI_DEVICE void multiply(float (&d)[kMBlocks][kCount], const Epilogue& epilogue, PipelineState& at, int k_blocks) {
-    if (kBlockScales && by_rows)
+    if constexpr (kScales == GemmScales::kRowBlocks)
+      multiply_blocks<true>(d, epilogue, at, k_blocks);
+    else if (kScales == GemmScales::kColumnBlocks && by_rows)
       multiply_blocks<true>(d, epilogue, at, k_blocks);
     else
       multiply_blocks<false>(d, epilogue, at, k_blocks);
@@ -212,7 +216,7 @@ struct Promote {
       float of_column[kScaleColumns < 8 ? 1 : kOwnColumns / kScaleColumns];
       if constexpr (Tile::kGated) {
         of_column[0] = b_scale[i];
-      } else if constexpr (kScales == GemmScales::kBlocks) {
+      } else if constexpr (kSharedColumns) {
 #pragma unroll
         for (int c = 0; c < kOwnColumns / kScaleColumns; ++c) of_column[c] = b_scale[column / kScaleColumns + c];
       }
@@ -229,7 +233,7 @@ struct Promote {
       if constexpr (kScales == GemmScales::kRows) {
 #pragma unroll
         for (int j = 0; j < kCount; ++j) d[i][j] += part[j];
-      } else if constexpr (kScales == GemmScales::kBlocks) {
+      } else if constexpr (kSharedColumns) {
 #pragma unroll
         for (int j = 0; j < kCount; ++j) d[i][j] += part[j] * (of_row[j / 2 % 2] * of_column[j * 2 / kScaleColumns]);
       } else {

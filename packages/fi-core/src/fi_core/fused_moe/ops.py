@@ -8,7 +8,7 @@ from fi_core.gemm.ops import BLOCK_ORDERS, SCALES, TILES, GemmConfig
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
-from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
+from fi_core.runtime.spec.op import THREADS, Entry, Field, Implementation, Op, Unit, Values
 from fi_core.tllm_enums import ActivationType
 
 _FLOATS = ("bf16", "f16", "f32")
@@ -147,7 +147,7 @@ def _gated_gemm_unit(axes: Values) -> Unit:
         tiles, mainloop = TILES["gated blocks"], f"fi::Promote<{types}, fi::GemmScales::{SCALES[axes['scales']]}>"
     epilogue = f"fi::StoreGated<{{0}}, {dtype.device}, fi::kExpert{axes['activation']}>"
     entries = [tile.entry("moe_gated_gemm", mainloop, epilogue, "GroupTiles", gated=True) for tile in tiles]
-    flags = ("--split-compile=4",) if len(entries) > 1 else ()
+    flags = THREADS if len(entries) > 1 else ()
     return Unit("fi/fused_moe/moe_gated_gemm_sm90.cuh", "MoeGatedGemmParams", tuple(entries), flags=flags)
 
 

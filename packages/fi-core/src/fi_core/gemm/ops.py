@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
-from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
+from fi_core.runtime.spec.op import THREADS, Entry, Field, Implementation, Op, Unit, Values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -214,7 +214,7 @@ def _unit(axes: Values) -> Unit:
         made += [_small_m_entry(axes, _SMALL_M_TOKENS[-1], *tile) for tile in _MORE_TOKENS[kind]]
     made = [_alone(entry, _ALONE.get(kind, {})) for entry in made]
     header = "fi/gemm/gemm_any_m_sm90.cuh" if batched and k_major else "fi/gemm/gemm_sm90.cuh"
-    return Unit(header, "GemmSm90Params", tuple(made), flags=("--split-compile=4",))
+    return Unit(header, "GemmSm90Params", tuple(made), flags=THREADS)
 
 
 class _MmaTile(NamedTuple):

@@ -8,7 +8,7 @@ from fi_core.linear_attention.ops import CHUNK_MATRIX
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
-from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
+from fi_core.runtime.spec.op import THREADS, Entry, Field, Implementation, Op, Unit, Values
 
 _FLOATS = ("bf16", "f16", "f32")
 
@@ -153,7 +153,7 @@ def _ssd_wgmma_unit(axes: Values) -> Unit:
     # The last one serves groups of an odd number of heads, whether states are kept or not: a kernel has 60 to 130 KB.
     forms = ((1, 2, 4), (1, 2, 2), (2, 2, 2), (2, 1, 2))
     entries = (_prepare_entry(axes), *(_ssd_entry(axes, *form, True) for form in forms))
-    return Unit("fi/linear_attention/ssd_combined_sm90.cuh", "SsdCombinedParams", entries)
+    return Unit("fi/linear_attention/ssd_combined_sm90.cuh", "SsdCombinedParams", entries, flags=THREADS)
 
 
 _SSD_WIDTH = Constraint("width", "in", (64, 128))

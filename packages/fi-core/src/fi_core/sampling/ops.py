@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.spec.constraint import ON_CPU, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
-from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
+from fi_core.runtime.spec.op import THREADS, Entry, Implementation, Op, Unit, Values
 
 RENORMALISE, MASK_OUT = 1, 2  # the output of `sample` for a filtered row; 0: a token
 _NAMES = {True: "sample", False: "rewrite"}  # of kernel entries that draw tokens, and that write rows
@@ -45,7 +45,7 @@ def _cluster_unit(axes: Values) -> Unit:
     # Draws have a unit of their own, because an engine's step rewrites no rows: 2.0 s of one core, not 2.5
     # (NVRTC 13.0, fp32). The compiler runs on several threads.
     entries = (cluster, single_pass) if draws else (cluster, *softmax)
-    return Unit("fi/sampling/sample_sm90.cuh", "SampleParams", entries, flags=("--split-compile=4",))
+    return Unit("fi/sampling/sample_sm90.cuh", "SampleParams", entries, flags=THREADS)
 
 
 def _cta_unit(axes: Values) -> Unit:

@@ -19,7 +19,7 @@ from fi_core.runtime.lazy import torch
 from fi_core.runtime.machine import multiprocessors_of, target_of
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES, E2M1
-from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
+from fi_core.runtime.spec.op import THREADS, Entry, Field, Implementation, Op, Unit, Values
 from fi_core.utils import ceil_div, round_up
 
 KV_TILE = 64  # keys; kDecodeKvTile of decode_schedule.h
@@ -133,7 +133,7 @@ def _tma_unit(axes: Values) -> Unit:
     entries = [_tma_entry(axes, rows, heads) for rows, heads in (FP4_TILES if fp4 else ((Q_TILE, 1),))]
     if dim <= 128 and not fp4:
         entries.append(_cluster_entry(types, dim, q_bytes, line, bool(entries[0].config.whole_rows)))
-    flags = ("--split-compile=4",) if len(entries) > 1 else ()  # the same machine code by several threads
+    flags = THREADS if len(entries) > 1 else ()
     return with_tables(
         Unit("fi/attention/decode/batch_decode_sm90.cuh", "BatchDecodeParams", tuple(entries), flags=flags), axes
     )

@@ -20,7 +20,7 @@ from fi_core.runtime.lazy import torch
 from fi_core.runtime.machine import multiprocessors_of, target_of
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES
-from fi_core.runtime.spec.op import Entry, Field, Implementation, Op, Unit, Values
+from fi_core.runtime.spec.op import THREADS, Entry, Field, Implementation, Op, Unit, Values
 
 NARROW_ROWS, WIDE_ROWS = 16, 64  # packed query rows of a CTA
 _CPU_RANGES = 64
@@ -100,7 +100,7 @@ def _narrow_unit(axes: Values) -> Unit:
         return Unit("fi/attention/mla/batch_mla_ping_pong_sm90.cuh", "BatchMlaParams", (ping_pong,))
     body = f"batch_mla_swapped<{q}, {shared}>"
     swapped = Entry("batch_mla_swapped", body, 384, MlaConfig(MlaKind.SWAPPED, NARROW_ROWS), shared, 1)
-    return Unit("fi/attention/mla/batch_mla_swapped_sm90.cuh", "BatchMlaParams", (swapped, ping_pong))
+    return Unit("fi/attention/mla/batch_mla_swapped_sm90.cuh", "BatchMlaParams", (swapped, ping_pong), flags=THREADS)
 
 
 def _wgmma_unit(axes: Values) -> Unit:
@@ -112,7 +112,8 @@ def _wgmma_unit(axes: Values) -> Unit:
         Entry(f"batch_mla_wgmma_{name}", f"{body}{tma}, {shared}>", 384, MlaConfig(kind, WIDE_ROWS), shared, 1)
         for name, kind, tma in kinds
     )
-    return Unit("fi/attention/mla/batch_mla_sm90.cuh", "BatchMlaParams", entries, flags=_FLAGS[axes["fixed_splits"]])
+    flags = _FLAGS[axes["fixed_splits"]] + (THREADS if len(entries) > 1 else ())
+    return Unit("fi/attention/mla/batch_mla_sm90.cuh", "BatchMlaParams", entries, flags=flags)
 
 
 # rows: "narrow" if the requests have at most 16 packed query rows (tokens times heads) on average, else "wide".

@@ -17,7 +17,7 @@ from fi_core.runtime.launch.operator import operator, operators
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
 from fi_core.runtime.spec.dtype import DTYPES, E2M1, DType
-from fi_core.runtime.spec.op import Entry, Implementation, Op, Unit, Values
+from fi_core.runtime.spec.op import THREADS, Entry, Implementation, Op, Unit, Values
 from fi_core.utils import round_up
 
 # The 16-bit operand type of tensor cores that represents q and k exactly. Of a q of 16 bits and keys of the other 16 it
@@ -171,10 +171,9 @@ def _wgmma_unit(axes: Values) -> Unit:
         return Entry(name, body, 128 * (groups + 1), config, size, 1)
 
     entries = (entry("batch_prefill_wgmma", "false"), entry("batch_prefill_wgmma_whole_rows", "true"))
-    # The same machine code by several threads: 2.5 s instead of 3.6 on an otherwise idle host of an H200.
-    flags = ("--split-compile=4",)
+    # By several threads in 2.5 s instead of 3.6 on an otherwise idle host of an H200.
     return with_tables(
-        Unit("fi/attention/prefill/batch_prefill_sm90.cuh", "BatchPrefillParams", entries, flags=flags), axes
+        Unit("fi/attention/prefill/batch_prefill_sm90.cuh", "BatchPrefillParams", entries, flags=THREADS), axes
     )
 
 

@@ -38,6 +38,10 @@ class Entry(NamedTuple):
         return f"{self.name} ({self.threads} threads{f', {config}' if config else ''})"
 
 
+# Flags of a unit whose entries several threads compile. Some units get other machine code by them, and do without.
+THREADS = ("--split-compile=4",)
+
+
 class Unit(NamedTuple):
     """A device translation unit: a header, a parameter struct and kernel entries.
 

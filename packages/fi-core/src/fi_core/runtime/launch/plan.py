@@ -299,6 +299,7 @@ class plans_launches:
         for op in {operator.op: None for operator, _ in plan.steps}:
             begin_module(op, device.type)
         if device.type == "cuda":
+            plan.prepare(learns=False)  # first: NVRTC parses one unit at a time
             self.begin_other_counts(device, named)
         is_planned = plan.finish(given_out, returned)
         if len(self.known) >= _MOST_KEYS:

@@ -62,8 +62,9 @@ def reached(request: Request, known: Mapping[str, Op]) -> Iterator[Spec]:
 
 
 def begin_reached(request: Request, known: Mapping[str, Op]) -> None:
-    """Begins to compile what `reached` gives on a GPU; a CPU has one module for an op."""
+    """Begins to compile the kernel of a request and what `reached` gives on a GPU; a CPU has one module for an op."""
     if request.target.kind == "cuda" and (request.op.varies or request.op.beside):
+        begin(choose(request).spec)  # first: NVRTC parses one unit at a time
         for spec in reached(request, known):
             begin(spec)
 

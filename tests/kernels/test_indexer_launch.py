@@ -45,8 +45,9 @@ def indexer(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if top_k:
             arguments["indices"] = Tensor(INDICES, (rows, top_k), "i32")
             arguments["state"] = Tensor(STATE, (rows, 8324), "i32")
-        name = "wgmma_select_sm90" if top_k else "wgmma_sm90"
-        return gpu.call("mqa_logits", {"heads": HEADS, "dim": DIM}, arguments | change, implementation=name)
+        name, rows = ("wgmma_select_sm90", 1 << min(2, (next_n - 1).bit_length())) if top_k else ("wgmma_sm90", 0)
+        axes = {"heads": HEADS, "dim": DIM, "paged": next_n > 0, "rows": rows}
+        return gpu.call("mqa_logits", axes, arguments | change, implementation=name)
 
     yield call
     gpu.close()

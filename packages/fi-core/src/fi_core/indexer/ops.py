@@ -50,24 +50,34 @@ def _wgmma_unit(axes: Values) -> Unit:
     """The fewest rows that hold those of a request, or else many, whose warpgroups share each tile of keys."""
     heads = axes["heads"]
     most = min(4, 128 // heads)
-    entries = (
-        _wgmma_entry(heads, 1, 1, False, False),
-        _wgmma_entry(heads, most, 2, False, True),
-        *(_wgmma_entry(heads, rows, 1, True, False) for rows in (1, 2, 4) if rows <= most),
-        _wgmma_entry(heads, most, 2, True, True),
-    )
+    few = [rows for rows in (1, 2, 4) if rows <= most] if axes["paged"] else [1]
+    forms = [*((rows, 1) for rows in few), (most, 2)]
+    entries = tuple(_wgmma_entry(heads, *form, axes["paged"], form == forms[-1]) for form in forms)
     return Unit("fi/indexer/mqa_logits_sm90.cuh", "MqaLogitsParams", entries)
 
 
+_SELECT_ROWS = (1, 2, 4)  # of a CTA that selects; bins of more leave no room for stages
+
+
 def _select_unit(axes: Values) -> Unit:
-    """Up to four rows of a CTA: bins of more leave no room for stages. The memory holds lists of keys, or stages of
-    keys and bins of logits.
+    """One entry, as each takes 1.3 to 1.9 s to compile. The memory holds lists of keys, or stages of keys and bins of
+    logits.
     """
-    heads = axes["heads"]
-    most = min(4, 128 // heads)
-    forms = [(rows, 1) for rows in (1, 2, 4) if rows <= most] + [(2, 2)] * (most == 2)
-    entries = (_entry("mqa_select", heads, *form, True, form == forms[-1], 199 << 10) for form in forms)
-    return Unit("fi/indexer/mqa_select_sm90.cuh", "MqaLogitsParams", tuple(entries))
+    heads, rows = axes["heads"], axes["rows"]
+    groups = 2 if rows * heads > 128 else 1
+    entry = _entry("mqa_select", heads, rows // groups, groups, True, rows == _SELECT_ROWS[-1], 199 << 10)
+    return Unit("fi/indexer/mqa_select_sm90.cuh", "MqaLogitsParams", (entry,))
+
+
+def _select_axes(values: Values) -> Values:
+    """With the fewest rows of a CTA that hold those of a request, or the most."""
+    rows = next((rows for rows in _SELECT_ROWS if rows >= values["rows"]), _SELECT_ROWS[-1])
+    return {**values, "paged": True, "rows": rows}
+
+
+def _any_form(values: Values) -> Values:
+    """The axes of a kernel for keys in one array and in pages, and for any number of rows."""
+    return {**values, "paged": False, "rows": 0}
 
 
 _FORMS = Constraint("heads", "in", _HEADS), Constraint("dim", "in", _DIMS)
@@ -86,16 +96,25 @@ MQA_LOGITS = Op(
         "dim": Field(None, 128),
         "aligned": Field((True, False), True),
         "selects": Field((True, False), False),  # keys; the op `indexer` asks for it on Hopper alone
+        "paged": Field((False, True), False),
+        "rows": Field(None, 1),  # of a request whose keys are selected
     },
-    axes={"heads": _HEADS, "dim": _DIMS},
+    axes={"heads": _HEADS, "dim": _DIMS, "paged": (False, True), "rows": (0, *_SELECT_ROWS)},
+    varies={
+        "paged": lambda given: (True,) if given["selects"] else (False, True),
+        "rows": lambda given: _SELECT_ROWS if given["selects"] else (1,),
+    },
     config=_Config,
     implementations=(
-        Implementation("cpu", (*ON_CPU, *_ALONE)),
-        Implementation("wgmma_sm90", (*_WGMMA, *_ALONE), _wgmma_unit),
-        Implementation("wgmma_select_sm90", (*_WGMMA, Constraint("selects", "==", True)), _select_unit),
-        Implementation("mma_sm80", (*at_least(80), *_FORMS, *_ALONE), _mma_unit),
+        Implementation("cpu", (*ON_CPU, *_ALONE), axes=_any_form),
+        Implementation("wgmma_sm90", (*_WGMMA, *_ALONE), _wgmma_unit, axes=lambda v: {**v, "rows": 0}),
+        Implementation("wgmma_select_sm90", (*_WGMMA, Constraint("selects", "==", True)), _select_unit, _select_axes),
+        Implementation("mma_sm80", (*at_least(80), *_FORMS, *_ALONE), _mma_unit, axes=_any_form),
     ),
-    prebuilt=tuple({"heads": heads, "selects": selects} for heads in (64, 32) for selects in (False, True)),
+    prebuilt=(
+        *({"heads": heads, "paged": paged} for heads in (64, 32) for paged in (False, True)),
+        *({"heads": heads, "selects": True, "rows": rows} for heads in (64, 32) for rows in _SELECT_ROWS),
+    ),
 )
 
 mqa_logits = operator(MQA_LOGITS)

@@ -116,7 +116,9 @@ bool is_aligned(const MqaLogitsArgs& a) {
 }
 
 MqaLogitsRequest request_of(const MqaLogitsArgs& a) {
-  return {heads_of(a.q), dim_of(a.q), is_aligned(a), bool{a.indices}};
+  constexpr int64_t kMostRows = 4;  // more are several tiles of these
+  const int64_t rows = a.indices ? std::min(a.q.size_or_0(-3), kMostRows) : 1;
+  return {heads_of(a.q), dim_of(a.q), is_aligned(a), bool{a.indices}, bool{a.block_table}, rows};
 }
 
 #if FI_CUDA

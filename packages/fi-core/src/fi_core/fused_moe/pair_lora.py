@@ -126,8 +126,18 @@ def bgmv_moe_shrink(
         TypeError: a dtype does not fit.
     """
     _check_pairs(sorted_token_ids, expert_ids)
-    named: dict[str, Any] = {"tokens": sorted_token_ids, "experts": expert_ids, "per_pair": per_pair_input}
-    lora_delta(y, x, lora_indices, a=_table(w_ptr), a_stride=lora_stride, stage=SHRINK, add=True, **named)
+    lora_delta(
+        y,
+        x,
+        lora_indices,
+        a=_table(w_ptr),
+        tokens=sorted_token_ids,
+        experts=expert_ids,
+        stage=SHRINK,
+        a_stride=lora_stride,
+        per_pair=per_pair_input,
+        add=True,
+    )
 
 
 @fi_api
@@ -187,21 +197,21 @@ def _expand(
     import torch
 
     _check_pairs(tokens, experts)
-    pairs = tokens.numel()
+    pairs, slices = tokens.numel(), table.shape[0]
     if finalize:
         _check_weights(weights, pairs)
-    if y.dtype is not torch.float32 or y.ndim != 2 or (len(y) != pairs and not finalize):
+    if y.dtype is not torch.float32 or y.ndim != 2 or (y.shape[0] != pairs and not finalize):
         raise ValueError(
             f"y must be float32 of shape [{'tokens' if finalize else pairs}, out]; got {y.dtype} {list(y.shape)}"
         )
-    if x.ndim != 3 or x.shape[:2] != (len(table), pairs) or len(widths) != len(table):
+    if x.ndim != 3 or x.shape[:2] != (slices, pairs) or len(widths) != slices:
         raise ValueError(
-            f"x and output_slices must be of {len(table)} slices, those of w_ptr, and {pairs} pairs; got "
+            f"x and output_slices must be of {slices} slices, those of w_ptr, and {pairs} pairs; got "
             f"{list(x.shape)} and {list(widths)}"
         )
     found = torch.zeros(pairs, y.shape[1], dtype=torch.float32, device=y.device) if finalize else y
     alike = len({*zip(widths, strides)}) == 1  # the kernel takes slices of one width
-    for own in [slice(0, len(table))] if alike else [slice(s, s + 1) for s in range(len(table))]:
+    for own in [slice(0, slices)] if alike else [slice(s, s + 1) for s in range(slices)]:
         of: dict[str, Any] = {"columns": widths[own.start], "begins": begins[own], "b_stride": strides[own.start]}
         of |= {"tokens": tokens, "experts": experts, "loras": loras}
         lora_delta(found, x[own], lora_indices, b=table[own], stage=EXPAND, **of)
@@ -227,9 +237,8 @@ class BGMVMoEPlan:
         """`[tokens, sum of out]`, fp32: y_accum, overwritten."""
         (w_a, strides_a), (w_b, strides_b), starts, _ = self._tables
         x, tokens, experts, indices, weights = self._pairs
-        self.shrink_out.zero_()
         self.y_accum.zero_()
-        of: dict[str, Any] = {"tokens": tokens, "experts": experts, "loras": self._loras}
+        of: dict[str, Any] = {"tokens": tokens, "experts": experts, "loras": self._loras, "fill": True}
         lora_delta(self.shrink_out, x, indices, a=w_a, a_stride=strides_a[0], stage=SHRINK, **of)
         pairs = (tokens, experts, weights, indices, starts, self._widths)
         _expand(self.y_accum, self.shrink_out, w_b, *pairs, strides_b, True, self._loras)

@@ -213,8 +213,7 @@ class LaunchPlan:
             found = self._call(workspace, *tensors)
         if found is not None:
             return None
-        results = [tensors[n] for n in self._returned]
-        return results if self._is_list else results[0]
+        return [tensors[n] for n in self._returned] if self._is_list else tensors[self._returned[0]]
 
 
 Launches: TypeAlias = "AtOnce | LaunchPlan"  # what a function that plans its launches calls

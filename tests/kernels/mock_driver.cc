@@ -4,6 +4,8 @@
 // calls that fail, such as "cuLaunchKernelEx". Each 32-bit word of device memory reads as FI_MOCK_WORD (0),
 // FI_MOCK_CAPTURE=1 says that the stream is being captured, and at most FI_MOCK_RESIDENT (132) CTAs of a cooperative
 // launch run at the same time.
+#include <dlpack/dlpack.h>
+
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -376,4 +378,27 @@ MOCK cuGetErrorString(int result, const char** text) {
   const auto found = kErrors.find(result);
   if (found == kErrors.end()) return kInvalidValue;
   return *text = found->second.second, kSuccess;
+}
+
+// In the place of torch's allocator, which launchers ask for memory: none of it exists.
+MOCK mockAllocate(DLTensor* wanted, DLManagedTensorVersioned** out, void*, void (*)(void*, const char*, const char*)) {
+  struct Memory {
+    DLManagedTensorVersioned managed;
+    int64_t size, stride;
+  };
+  auto* memory =
+      new Memory{{{DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION}, nullptr, nullptr, 0, *wanted}, wanted->shape[0], 1};
+  memory->managed.manager_ctx = memory;
+  memory->managed.deleter = [](DLManagedTensorVersioned* self) {
+    record(R"({"call": "release"})");
+    delete static_cast<Memory*>(self->manager_ctx);
+  };
+  DLTensor& made = memory->managed.dl_tensor;
+  made.data = reinterpret_cast<void*>(uintptr_t{0x7F00FF00000}), made.byte_offset = 0;
+  made.shape = &memory->size, made.strides = &memory->stride;
+  record(R"({"call": "allocate", "address": %llu, "bytes": %lld, "device": %d})",
+         static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(made.data)), static_cast<long long>(memory->size),
+         made.device.device_id);
+  *out = &memory->managed;
+  return kSuccess;
 }

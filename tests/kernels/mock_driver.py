@@ -59,8 +59,11 @@ class Tensor(NamedTuple):
 
 def build_driver(folder: Path) -> Path:
     """Compiles the mock to folder/libcuda.so.1."""
+    from tvm_ffi.libinfo import find_dlpack_include_path
+
     source = Path(__file__).with_name("mock_driver.cc")
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}"]
+    include = [f"-I{INCLUDE}", f"-I{find_dlpack_include_path()}"]
+    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", *include]
     subprocess.run(["c++", *flags, str(source), "-o", str(folder / LIBRARY)], check=True)
     return folder
 
@@ -98,6 +101,10 @@ class Gpu:
         """
         return self.pool.submit(_origins, op, axes, options).result()
 
+    def allocates(self) -> None:
+        """Has the mock take the place of torch's allocator, which launchers ask for memory."""
+        self.pool.submit(_allocate_by_mock).result()
+
     def messages(self) -> list[str]:
         """What the build log of the process has said since the first bind."""
         return self.pool.submit(_messages).result()
@@ -123,6 +130,12 @@ def _hide_torch() -> None:
 
     load()
     sys.modules["torch"] = None  # type: ignore[assignment]
+
+
+def _allocate_by_mock() -> None:
+    import tvm_ffi
+
+    tvm_ffi.LIB.TVMFFIEnvSetDLPackManagedTensorAllocator(ctypes.CDLL(LIBRARY).mockAllocate, 1, None)
 
 
 _bound: dict[str, Any] = {}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from fi_core.fused_moe.layer import Tables
-from fi_core.lora.ops import LORA_DELTA, LORA_SUM
+from fi_core.lora.ops import LORA_DELTA, LORA_SUM, MOST_RANK, sums_shape
 from fi_core.tllm_enums import is_gated_activation
 
 if TYPE_CHECKING:
@@ -55,11 +56,14 @@ class ExpertLora(tuple["torch.Tensor", ...]):
         return super().__new__(cls, (*fc1_a, *fc1_b, fc2_a, fc2_b, lora_indices, *(() if scale is None else (scale,))))
 
 
+Banks = dict[str, "torch.Tensor"]  # arguments of a lora_delta
+
+
 class Adapters(NamedTuple):
     """The same by name, the gate first, as a delta has it."""
 
-    up: dict[str, torch.Tensor]
-    down: dict[str, torch.Tensor]
+    up: Banks
+    down: Banks
     lora_indices: torch.Tensor
     scale: torch.Tensor | None
 
@@ -99,26 +103,41 @@ def adapters_of(lora: Sequence[torch.Tensor], layer: Layer, activation: Activati
     return Adapters(named, {"a": fc2_a, "b": fc2_b}, indices, scale[0] if scale else None)
 
 
+def adapter_bytes(slots: int, columns: int, width: int, hidden: int, experts: int) -> list[int]:
+    """Of scratch of a layer with adapters of any rank: what is added, and sums between the products."""
+    sums = ((columns // width * MOST_RANK, hidden), (MOST_RANK, width))
+    of_sums = (4 * math.prod(sums_shape(slots, ranks, k, experts)) for ranks, k in sums)
+    return [2 * slots * columns, 2 * slots * hidden, *of_sums]
+
+
 def up_delta(p: Launches, lora: Adapters, layer: Layer, width: int, pairs: Tables | TokenExperts) -> torch.Tensor:
     """What is added before the activation: `[slots, width]`, of sorted rows or, without tables, of slots in order."""
     slots = pairs.rows.shape[0] if isinstance(pairs, Tables) else pairs.ids.numel()
     out = p.scratch((slots, width), layer.dtype)
-    p.add(LORA_DELTA, out, layer.x, lora.lora_indices, **lora.up, scales=lora.scale, fill=True, **_pairs(pairs))
+    _add(p, lora, out, layer.x, lora.up, fill=True, **_pairs(pairs))
     return out
 
 
 def add_down(p: Launches, lora: Adapters, rows: torch.Tensor, activated: torch.Tensor, tables: Tables) -> None:
     """Adds to the outputs of the second product, of sorted rows; those of tokens without an adapter keep their bits."""
-    pairs = {"per_pair": True, "add": True, **_pairs(tables)}
-    p.add(LORA_DELTA, rows, activated, lora.lora_indices, **lora.down, scales=lora.scale, **pairs)
+    _add(p, lora, rows, activated, lora.down, per_pair=True, ready=True, add=True, **_pairs(tables))
 
 
 def add_to_sums(p: Launches, lora: Adapters, out: torch.Tensor, activated: torch.Tensor, routed: TokenExperts) -> None:
     """Adds to the weighted sums of the experts, from activated values of slots in order."""
     rows = p.scratch((routed.ids.numel(), out.shape[1]), activated.dtype)
-    pairs = {"per_pair": True, "fill": True, **_pairs(routed)}
-    p.add(LORA_DELTA, rows, activated, lora.lora_indices, **lora.down, scales=lora.scale, **pairs)
+    _add(p, lora, rows, activated, lora.down, per_pair=True, ready=True, fill=True, **_pairs(routed))
     p.add(LORA_SUM, out, rows, lora.lora_indices, weights=routed.weights)
+
+
+def _add(p: Launches, lora: Adapters, out: torch.Tensor, x: torch.Tensor, banks: Banks, **how: object) -> None:
+    """The launches of a delta. ready: those of another are ahead in the stream, with the same pairs."""
+    import torch
+
+    loras, experts, rank, k = banks["a"].shape
+    ranks = rank * sum(name.startswith("a") for name in banks)
+    sums = p.scratch(sums_shape(out.shape[0], ranks, k, loras * experts), torch.float32)
+    p.add(LORA_DELTA, out, x, lora.lora_indices, **banks, sums=sums, scales=lora.scale, **how)
 
 
 def _pairs(pairs: Tables | TokenExperts) -> dict[str, object]:

@@ -6,6 +6,7 @@ from operator import index
 from typing import TYPE_CHECKING
 
 from fi_core.fused_moe.activations import kind_of
+from fi_core.fused_moe.expert_lora import adapter_bytes
 from fi_core.fused_moe.formats import check_backend, check_ranks
 from fi_core.fused_moe.moe_experts import COUNTERS
 from fi_core.observe.log import fi_api
@@ -110,8 +111,8 @@ def cutlass_fused_moe_workspace_size(
     ]
     if use_wfp4afp8_humming and use_mxfp8_act_scaling:  # operands in e4m3 and its scales, and in bf16
         sizes += [size for n in (max_num_tokens * hidden_size, slots * width) for size in (n, n // 32, 2 * n)]
-    if lora:  # what is added to the first product; the second of few tokens
-        sizes += [2 * slots * columns, 2 * slots * hidden_size]
+    if lora:
+        sizes += adapter_bytes(slots, columns, width, hidden_size, num_experts_total // ep_size)
     return ALIGNMENT + sum(map(aligned, sizes))
 
 

@@ -26,10 +26,11 @@ __all__ = ["add_lora_linear", "bgmv_expand", "bgmv_expand_slice", "bgmv_shrink"]
 
 def _bank(name: str, weights: torch.Tensor) -> torch.Tensor:
     """`[loras, 1, rows, k]`; `[loras, rows, k]` is taken too."""
-    bank = weights.unsqueeze(1) if weights.ndim == 3 else weights
-    if bank.ndim != 4 or bank.shape[1] != 1:
+    if weights.ndim == 3:
+        return weights.unsqueeze(1)
+    if weights.ndim != 4 or weights.shape[1] != 1:
         raise ValueError(f"{name} must have shape [loras, 1, rows, k]; got {list(weights.shape)}")
-    return bank
+    return weights
 
 
 @fi_api(trace=SHRINK)
@@ -55,8 +56,7 @@ def bgmv_shrink(
         TypeError: a dtype does not fit.
     """
     bank = _bank("lora_a_weights", lora_a_weights)
-    out = output_tensor.unsqueeze(0)
-    _delta(out, inputs, lora_indices_tensor, a=bank, stage=_SHRINK, scale=scaling, fill=True)
+    _delta(output_tensor, inputs, lora_indices_tensor, a=bank, stage=_SHRINK, scale=scaling, fill=True)
 
 
 @fi_api(trace=EXPAND)
@@ -119,16 +119,16 @@ def _expand(
     adds: bool,
 ) -> None:
     bank = _bank("lora_b_weights", weights)
-    if columns is not None and columns != bank.shape[2]:
-        raise ValueError(f"slice_size must be {bank.shape[2]}, the rows of lora_b_weights; got {columns}")
-    columns = bank.shape[2]
-    if output.ndim != 2 or not 0 <= first <= output.shape[1] - columns:
+    rows = bank.shape[2]
+    if columns is not None and columns != rows:
+        raise ValueError(f"slice_size must be {rows}, the rows of lora_b_weights; got {columns}")
+    if output.ndim != 2 or not 0 <= first <= output.shape[1] - rows:
         raise ValueError(
-            f"output_tensor must have shape [tokens, {first + columns} or more]; got {list(output.shape)} and "
+            f"output_tensor must have shape [tokens, {first + rows} or more]; got {list(output.shape)} and "
             f"slice_offset {first}"
         )
-    out = output[:, first : first + columns]
-    _delta(out, inputs.unsqueeze(0), indices, b=bank, stage=_EXPAND, add=adds, fill=not adds)
+    out = output if rows == output.shape[1] else output[:, first : first + rows]
+    _delta(out, inputs, indices, b=bank, stage=_EXPAND, add=adds, fill=not adds)
 
 
 @fi_api(trace=linear)
@@ -174,18 +174,21 @@ def add_lora_linear(
     for w, columns in zip(b, output_slices):
         if w.shape[2] != columns:
             raise ValueError(f"lora_b_stacked must have {columns} rows, those of output_slices; got {list(w.shape)}")
-    if y.ndim < 1 or y.shape[-1] != sum(output_slices):
-        raise ValueError(f"y must have {sum(output_slices)} columns, the sum of output_slices; got {list(y.shape)}")
+    width = sum(output_slices)
+    if y.ndim < 1 or y.shape[-1] != width:
+        raise ValueError(f"y must have {width} columns, the sum of output_slices; got {list(y.shape)}")
     if x.ndim < 1 or not x.shape[-1]:
         raise ValueError(f"x must have shape [..., in], in at least 8; got {list(x.shape)}")
-    try:
-        rows = y.view(-1, y.shape[-1])
-    except RuntimeError:
-        raise ValueError(f"y must be a view of [tokens, columns]; got strides {list(y.stride())}") from None
-    x, first = x.reshape(-1, x.shape[-1]), 0
+    if y.ndim != 2:
+        try:
+            y = y.view(-1, width)
+        except RuntimeError:
+            raise ValueError(f"y must be a view of [tokens, columns]; got strides {list(y.stride())}") from None
+    if x.ndim != 2:
+        x = x.reshape(-1, x.shape[-1])
+    first = 0
     for s in range(0, count, _MOST_SLICES):
-        banks = dict(zip(("a", "a1", "a2"), a[s : s + _MOST_SLICES])) | dict(
-            zip(("b", "b1", "b2"), b[s : s + _MOST_SLICES])
-        )
-        _delta(rows, x, lora_indices, scale=scale, begin=first, add=True, **banks)
-        first += sum(output_slices[s : s + _MOST_SLICES])
+        last = s + _MOST_SLICES
+        banks = [w for pair in zip(a[s:last], b[s:last]) for w in pair]
+        _delta(y, x, lora_indices, *banks, scale=scale, begin=first, add=True)
+        first += sum(output_slices[s:last])

@@ -91,7 +91,7 @@ void run_pair(const LoraDeltaParams& p, const LoraDeltaArgs& a, DType dtype, int
   for (int32_t s = 0; s < p.slice_count; ++s) {
     const LoraSlice& slice = p.slices[s];
     if (a.stage == kLoraExpand)
-      load(a.x.at(s * p.x_slice_stride + pair * p.x_row_stride), h, p.rank);
+      load(a.x.at(s * p.middle_slice_stride + pair * p.middle_row_stride), h, p.rank);
     else
       own.multiply(slice.a, x, p.in, a.stage == kLoraShrink ? out : h, p.rank, block);
     if (a.stage == kLoraShrink) {
@@ -123,6 +123,13 @@ LoraWeights weights_of(const Tensor& t, int64_t s, int64_t lora_stride, int64_t 
   }
   t.inner_contiguous().shape(loras, experts, rows, columns);
   return {t.data(), nullptr, t.stride(0), t.stride(1), t.stride(2)};
+}
+
+// Parts of `in` whose sums are added in order: few pairs of an adapter and an expert leave SMs without work unless `in`
+// is shared. They follow from the adapters, not from the batch, and so do the bits. sums_shape in Python says the same.
+int64_t parts_of(int64_t in, int64_t bins) {
+  constexpr int64_t kFewBins = 32;
+  return bins <= kFewBins ? std::min<int64_t>(8, (in + 511) / 512) : (in + 2047) / 2048;
 }
 
 void check_keys(const Kernel& kernel, const LoraDeltaArgs& a, int64_t loras, int64_t tokens) {
@@ -168,17 +175,61 @@ LoraDeltaRequest request_of(const LoraDeltaArgs& a) {
 // Mean pairs of an adapter and an expert up to which tiles of 8 and of 16 pairs are taken.
 constexpr int64_t kFewPairs = 4, kSomePairs = 10;
 
-const Entry& tile(const Kernel& kernel, int64_t pairs, int64_t bins, int64_t shared_limit, int64_t ranks) {
-  const int64_t mean = pairs / std::max<int64_t>(bins, 1), wanted = mean <= kFewPairs    ? 8
-                                                                    : mean <= kSomePairs ? 16
-                                                                                         : 32;
-  const Entry* best = &kernel.entries.front();
-  for (const Entry& e : kernel.entries) {
-    const auto rows = LoraDeltaConfig::of(e).rows;
-    if (rows <= wanted && 4 * (rows * 2 * (ranks + 4) + 256 * (rows + 1)) <= shared_limit) best = &e;
+enum LoraStep : int64_t { kShrinkStep, kExpandStep, kAddStep };  // of LoraDeltaConfig
+
+// Launches the steps of a stage, each of which reads what the one before wrote.
+struct LoraLaunches {
+  const Kernel& kernel;
+  DLDevice device;
+  LoraDeltaParams& p;
+  int64_t bins;  // pairs of an adapter and an expert
+  bool pdl;
+
+  void run(LoraStage stage) {
+    const int64_t mean_pairs = p.pairs.count / std::max<int64_t>(bins, 1);
+    const int64_t rows = mean_pairs <= kFewPairs ? 8 : mean_pairs <= kSomePairs ? 16 : 32;
+    if (stage != kLoraExpand) {
+      tasks(entry_of(kShrinkStep, rows), (p.slice_count * p.rank + kRanksOfTask - 1) / kRanksOfTask * p.parts);
+      p.ready = 1;  // a shrink begins what follows when it has waited for all of that itself
+    }
+    if (stage == kLoraShrink) {
+      Launch launch{p.pairs.count};
+      launch.pdl = pdl;
+      kernel.launch(entry_of(kAddStep, 0), launch, device, p);
+      return;
+    }
+    int32_t columns = 0;
+    for (int32_t s = 0; s < p.slice_count; ++s) columns = std::max(columns, p.slices[s].columns);
+    const int64_t most = (columns + kLeastChunk - 1) / kLeastChunk, tiles = std::min<int64_t>(p.pairs.count, bins);
+    const Entry& expand = entry_of(kExpandStep, rows);
+    const auto config = LoraDeltaConfig::of(expand);
+    const int64_t wanted = kernel.multiprocessors(device) / std::max<int64_t>(1, tiles * p.slice_count);
+    p.chunks =
+        static_cast<int32_t>(std::clamp((columns + config.columns - 1) / config.columns, std::min(wanted, most), most));
+    tasks(expand, p.slice_count * p.chunks);
   }
-  return *best;
-}
+
+ private:
+  static constexpr int64_t kRanksOfTask = 32, kLeastChunk = 128;  // kLoraRanks; columns: 16 of each warp
+
+  const Entry& entry_of(LoraStep step, int64_t rows) const {
+    return kernel.first_entry([&](const Entry& e) {
+      const auto config = LoraDeltaConfig::of(e);
+      return config.step == step && config.rows == rows;
+    });
+  }
+  void tasks(const Entry& entry, int64_t of_tile) {
+    const auto config = LoraDeltaConfig::of(entry);
+    const int64_t windows = (p.pairs.count + config.window - 1) / config.window;
+    const int64_t wave = config.ctas * kernel.multiprocessors(device),
+                  tiles = std::min<int64_t>(p.pairs.count, config.window);
+    p.groups = static_cast<int32_t>(std::clamp<int64_t>((wave + windows - 1) / windows, 1, tiles * of_tile));
+    Launch launch{windows * p.groups};
+    launch.shared_bytes = config.step == kShrinkStep ? 4 * 256 * (config.rows + 1) : 2 * config.rows * (p.rank + 8);
+    launch.pdl = pdl;
+    kernel.launch(entry, launch, device, p);
+  }
+};
 #endif
 
 void lora_delta(const Kernel& kernel, const LoraDeltaArgs& a) {
@@ -230,18 +281,21 @@ void lora_delta(const Kernel& kernel, const LoraDeltaArgs& a) {
     slices.value = first.size(0), experts.value = first.size(1);
   } else {
     slices.value = 0;
-    while (slices < kMostLoraSlices && *(shrinks ? banks_a : banks_b)[slices]) ++slices.value;
+    while (slices < p.kMostSlices && *(shrinks ? banks_a : banks_b)[slices]) ++slices.value;
   }
-  FI_CHECK(slices >= 1 && slices <= kMostLoraSlices, ValueError, "1 to %d slices are taken at a time; got %lld",
-           kMostLoraSlices, static_cast<long long>(slices));
+  FI_CHECK(slices >= 1 && slices <= p.kMostSlices, ValueError, "1 to %d slices are taken at a time; got %lld",
+           p.kMostSlices, static_cast<long long>(slices));
   // x and out
+  const auto shape_sums = [&](const Tensor& t) {  // of each slice, or of the only one
+    slices == 1 && t.ndim() == 2 ? t.shape(pairs, rank) : t.shape(slices, pairs, rank);
+  };
   if (a.stage == kLoraExpand) {
-    a.x.shape(slices, pairs, rank);
+    shape_sums(a.x);
   } else if (a.per_pair) {
     a.x.shape(pairs, in);
   }
   if (a.stage == kLoraShrink) {
-    a.out.shape(slices, pairs, rank);
+    shape_sums(a.out);
   } else {
     a.out.shape(pairs, width);
   }
@@ -292,6 +346,9 @@ void lora_delta(const Kernel& kernel, const LoraDeltaArgs& a) {
            static_cast<long long>(pairs));
   FI_CHECK(!shrinks || a.x.stride(0) * a.x.size(0) < int64_t{1} << 34, ValueError,
            "x must have fewer than 2^34 elements; got %s", a.x.shape_str().c_str());
+  const int64_t bins = experts * (tables ? 8 : loras);  // a table does not tell the number of adapters
+  Dim parts{"parts", shrinks ? parts_of(in, bins) : 1}, ranks{"slices * rank", slices * rank};
+  if (a.sums) a.sums.is({kF32}).on(a.x).contiguous().shape(parts, pairs, ranks);
   if (a.scales) {
     a.scales.is({kF32}).on(a.x).contiguous();
     FI_CHECK(a.scales.ndim() == 1 && (tables || a.scales.size(0) == loras), ValueError,
@@ -314,16 +371,22 @@ void lora_delta(const Kernel& kernel, const LoraDeltaArgs& a) {
   for (LoraSlice& slice : p.slices) slice.begin += a.begin;
   p.out = a.out.data();
   p.x = a.x.data();
-  p.x_row_stride = a.x.stride(-2);
-  p.x_slice_stride = a.x.ndim() == 3 ? a.x.stride(0) : 0;
+  if (shrinks) {
+    p.x_row_stride = a.x.stride(-2);
+    p.middle_slice_stride = rank, p.middle_row_stride = ranks, p.middle_part_stride = pairs * ranks;
+  } else {
+    p.middle = const_cast<void*>(a.x.data());
+    p.middle_slice_stride = a.x.ndim() == 3 ? a.x.stride(0) : 0, p.middle_row_stride = a.x.stride(-2);
+  }
   p.out_row_stride = a.out.stride(-2);
   p.out_slice_stride = a.out.ndim() == 3 ? a.out.stride(0) : 0;
   p.scale = static_cast<float>(a.scale);
+  p.parts = static_cast<int32_t>(parts);
   p.slice_count = static_cast<int32_t>(slices);
   p.rank = static_cast<int32_t>(rank);
   p.in = static_cast<int32_t>(shrinks ? in.value : 0);
   p.columns = static_cast<int32_t>(expands ? width.value : 0);
-  p.per_pair = a.per_pair, p.add = a.add, p.fill = a.fill;
+  p.per_pair = a.per_pair, p.add = a.add, p.fill = a.fill, p.ready = a.ready;
 
   // 3 launch
 #if FI_CUDA
@@ -338,21 +401,13 @@ void lora_delta(const Kernel& kernel, const LoraDeltaArgs& a) {
     if (shrinks) aligned(*banks_a[s], 16);
     if (expands) aligned(*banks_b[s], 16);
   }
-  // A cluster shares what is read for few bins. It depends on the adapters, not on the batch, and so do the bits.
-  const int64_t bins = tables ? experts * 8 : loras * experts;
-  const unsigned most = kernel.capability == 90 ? 8 : 1;
-  Launch launch{1};
-  launch.cluster = bins <= 32 ? most : bins <= 128 ? std::min(most, 4u) : 1;
-  const Entry& entry = tile(kernel, pairs, bins, kernel.shared_limit(a.x.device()), slices * rank);
-  const auto config = LoraDeltaConfig::of(entry);
-  const int64_t windows = (pairs + config.window - 1) / config.window;
-  const int64_t wave = (8 * kernel.multiprocessors(a.x.device()) / launch.cluster + windows - 1) / windows;
-  p.groups = static_cast<int32_t>(std::min(std::clamp<int64_t>(wave, 32, config.window), pairs.value));
-  launch.grid_x = windows * p.groups * launch.cluster;
-  launch.shared_bytes =
-      4 * (config.rows * (launch.cluster > 1 ? 2 : 1) * (slices * rank + 4) + 256 * (config.rows + 1));
-  launch.pdl = kernel.pdl(a.enable_pdl);
-  kernel.launch(entry, launch, a.x.device(), p);
+  Object memory;
+  if (shrinks && a.sums)
+    p.middle = a.sums.data();
+  else if (shrinks && kernel.library)  // a rehearsal needs no memory
+    p.middle = reinterpret_cast<void*>(allocate(a.x.device(), 4 * parts * pairs * ranks, memory));
+  LoraLaunches launches{kernel, a.x.device(), p, bins, kernel.pdl(a.enable_pdl)};
+  launches.run(static_cast<LoraStage>(a.stage));
 #else
   (void)a.enable_pdl;
   run_cpu(p, a, dtype);

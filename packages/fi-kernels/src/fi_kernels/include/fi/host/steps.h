@@ -13,6 +13,20 @@
 
 namespace fi {
 
+// What tvm-ffi counts references to.
+using Object = std::unique_ptr<void, std::integral_constant<decltype(&TVMFFIObjectDecRef), &TVMFFIObjectDecRef>>;
+
+inline uintptr_t address(const DLTensor& t) { return reinterpret_cast<uintptr_t>(t.data) + t.byte_offset; }
+
+// The begin of so many bytes of torch's, for what is launched until `memory` ends: then they are for later calls.
+inline uintptr_t allocate(DLDevice device, int64_t bytes, Object& memory) {
+  DLTensor wanted{nullptr, device, 1, {kDLUInt, 8, 1}, &bytes, nullptr, 0};
+  TVMFFIObjectHandle object = nullptr;
+  if (TVMFFIEnvTensorAlloc(&wanted, &object) != 0) throw Raised();
+  memory.reset(object);
+  return address(*content<DLTensor>(static_cast<TVMFFIObject*>(object)));
+}
+
 class Steps {
  public:
   // The words: how many tensors of a call must have their form; the number of all forms, and each: scratch as bytes,
@@ -79,16 +93,9 @@ class Steps {
  private:
   static constexpr size_t kMost = 64;
   static constexpr uintptr_t kAlignment = 256, kLowBits = 16;  // of scratch; of tensors, at most
-  static uintptr_t address(const DLTensor& t) { return reinterpret_cast<uintptr_t>(t.data) + t.byte_offset; }
   // The low bits of an address that kernels ask for.
   static uintptr_t alignment(const DLTensor& t) { return (address(t) | kLowBits) & -(address(t) | kLowBits); }
   static bool is_same(DLDevice a, DLDevice b) { return a.device_type == b.device_type && a.device_id == b.device_id; }
-
-  // What tvm-ffi counts references to.
-  struct Release {
-    void operator()(void* object) const { TVMFFIObjectDecRef(object); }
-  };
-  using Object = std::unique_ptr<void, Release>;
 
   struct Form : KeptTensor {
     bool is_given() const { return tensor.shape != nullptr; }
@@ -129,16 +136,8 @@ class Steps {
   // The begin of scratch, which is a part of the workspace, or in memory of torch for one call; 0: the workspace has
   // another form, or not enough bytes.
   uintptr_t scratch(const TVMFFIAny& any, DLDevice device, Object& memory) const {
-    int64_t bytes = forms_[0].tensor.shape[0];
-    if (any.type_index == kTVMFFINone && bytes == 0) return kAlignment;
-    if (any.type_index == kTVMFFINone) {
-      DLTensor prototype{nullptr, device, 1, {kDLUInt, 8, 1}, &bytes, nullptr, 0};
-      TVMFFIObjectHandle object = nullptr;
-      FI_CHECK(TVMFFIEnvTensorAlloc(&prototype, &object) == 0, RuntimeError, "no %lld bytes of scratch",
-               static_cast<long long>(bytes));
-      memory.reset(object);
-      return address(*content<DLTensor>(static_cast<TVMFFIObject*>(object)));
-    }
+    const int64_t bytes = forms_[0].tensor.shape[0];
+    if (any.type_index == kTVMFFINone) return bytes ? allocate(device, bytes, memory) : kAlignment;
     const DLTensor* t = as_dltensor(any);
     if (!t || t->ndim != 1 || t->dtype.code != kDLUInt || t->dtype.bits != 8 || (t->strides && t->strides[0] != 1) ||
         !is_same(t->device, device))

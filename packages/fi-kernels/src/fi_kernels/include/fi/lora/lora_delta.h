@@ -6,7 +6,6 @@
 
 namespace fi {
 
-constexpr int32_t kMostLoraSlices = 3;
 constexpr int64_t kMostLoraExperts = 1 << 16, kMostLoras = 1 << 15;  // a key has 16 and 15 bits of them
 
 // Which adapter and which expert the pairs have. A pair is a row of the output.
@@ -14,21 +13,20 @@ struct LoraPairs {
   IndexTable tokens;    // [count]; none: pair j is of token j / top_k
   IndexTable experts;   // [count], or [tokens, top_k]; none: offsets, or one expert
   IndexTable adapters;  // [token_count]; negative: none
-  const int32_t*
-      offsets;  // [experts + 1]: the pairs of each expert; pairs behind the last are none. Null: no such order
+  // [experts + 1]: the pairs of each expert; pairs behind the last are none. Null: no such order.
+  const int32_t* offsets;
   int64_t first_expert;
   int32_t count, token_count, top_k, expert_count, loras;
 
   static constexpr int32_t kNoAdapter = -1, kNoPair = -2;
 
   FI_HOST_DEVICE int64_t token_of(int32_t pair) const { return tokens.data ? tokens.at(pair) : pair / top_k; }
-  // adapter << 16 | expert; kNoAdapter; or kNoPair: of an expert elsewhere, or of no token.
-  FI_HOST_DEVICE int32_t key_of(int32_t pair) const {
-    const int64_t token = token_of(pair);
+  // adapter << 16 | expert; kNoAdapter; or kNoPair: of an expert elsewhere, or of no token. ends: offsets, or a copy.
+  FI_HOST_DEVICE int32_t key_of(int32_t pair, int64_t token, const int32_t* ends) const {
     if (token < 0 || token >= token_count) return kNoPair;
     int64_t expert = 0;
-    if (offsets)
-      expert = find_segment(offsets, expert_count, pair);
+    if (ends)
+      expert = find_segment(ends, expert_count, pair);
     else if (experts.data)
       expert = experts.at(tokens.data ? pair : pair / top_k, tokens.data ? 0 : pair % top_k) - first_expert;
     if (expert < 0 || expert >= expert_count) return kNoPair;
@@ -36,6 +34,7 @@ struct LoraPairs {
     if (adapter < 0 || adapter >= loras) return kNoAdapter;
     return static_cast<int32_t>(adapter << 16 | expert);
   }
+  FI_HOST_DEVICE int32_t key_of(int32_t pair) const { return key_of(pair, token_of(pair), offsets); }
 };
 
 // The weights of an adapter for an expert, at first + adapter * lora_stride + expert * expert_stride, or, with a table
@@ -57,24 +56,31 @@ struct LoraSlice {
 // For each pair, with its token's adapter l and its expert e, and each slice:
 //   kLoraDelta:  out[pair, columns] = scale scales[l] b[l, e] (a[l, e] x)
 //   kLoraShrink: out[slice, pair] += scale (a[l, e] x)
-//   kLoraExpand: out[pair, columns] = scale b[l, e] x[slice, pair]
-// where x is x[token], or x[pair]. add: to out. fill: pairs without an adapter, and those of experts elsewhere but for
+//   kLoraExpand: out[pair, columns] = scale b[l, e] middle[slice, pair]
+// where x is x[token], or x[pair]. On a GPU one launch writes sums of parts of a x to middle, and one that adds them in
+// order computes the rest. add: to out. fill: pairs without an adapter, and those of experts elsewhere but for
 // what is behind the offsets, get -0, which changes no bit where it is added; else they are not written.
 enum LoraStage : int32_t { kLoraDelta = 0, kLoraShrink = 1, kLoraExpand = 2 };
 
 struct LoraDeltaParams {
+  static constexpr int32_t kMostSlices = 3;
+
   LoraPairs pairs;
-  LoraSlice slices[kMostLoraSlices];
+  LoraSlice slices[kMostSlices];
   void* out;
   const void* x;
+  void* middle;           // of an expand x: [slices, pairs, rank]; else fp32 sums [parts, pairs, slices, rank]
   const int64_t* begins;  // [slices], on the device: the first column of each; null: those of the slices
   const float* scales;    // [loras]; null: ones
-  int64_t x_row_stride, x_slice_stride, out_row_stride, out_slice_stride;
+  int64_t x_row_stride, middle_part_stride, middle_slice_stride, middle_row_stride, out_row_stride, out_slice_stride;
   float scale;
   int32_t slice_count, rank, in, columns;  // columns: of a row of out
   int32_t per_pair, add, fill;
-  // CTAs, or clusters of them, that share the pairs of a window.
-  int32_t groups;
+  int32_t parts;   // of `in`, whose sums are added in order
+  int32_t chunks;  // of the columns of a slice, which several CTAs compute
+  int32_t groups;  // CTAs that share the pairs of a window
+  // What tells the pairs, and the weights, was complete before the kernel ahead in the stream began.
+  int32_t ready;
 
   FI_HOST_DEVICE bool fills(int32_t key) const {
     return fill && (key == LoraPairs::kNoAdapter || (key == LoraPairs::kNoPair && !pairs.offsets));

@@ -1,0 +1,109 @@
+// The pairs of a window of kLoraWindow in tiles of one adapter and one expert, found by each CTA for itself: nothing is
+// sorted before.
+#pragma once
+#include "fi/cuda/ptx/pdl.cuh"
+#include "fi/lora/lora_delta.h"
+
+namespace fi {
+
+constexpr int kLoraWarps = 8, kLoraThreads = 32 * kLoraWarps, kLoraWindow = kLoraThreads;
+constexpr int kLoraSharedExperts = 512;  // whose offsets a CTA keeps
+
+// In shared memory. kRows: the most pairs of a tile.
+template <int kRows>
+struct LoraWindow {
+  int4 keys[kLoraWindow / 4];
+  int rows[kLoraWindow];        // of x
+  int members[kLoraWindow];     // pairs of the window, those of a tile side by side
+  int tile_keys[kLoraWindow];   // of each tile
+  int tile_spans[kLoraWindow];  // its first member << 8 | how many
+  int starts[kLoraWindow];      // of a key's first pair: its first tile << 16 | its first member
+  int sums[kLoraWarps];
+  int offsets[kLoraSharedExperts + 1];
+  int tiles;
+
+  struct Tile {
+    int adapter, expert, first, count;  // first: of its members
+  };
+  FI_DEVICE Tile tile(int index) const {
+    const int key = tile_keys[index], span = tile_spans[index];
+    return {key >> 16, key & 0xffff, span >> 8, span & 0xff};
+  }
+  FI_DEVICE int key(int pair) const { return reinterpret_cast<const int*>(keys)[pair]; }
+
+  // By all threads, one for each pair from `first` on.
+  FI_DEVICE void build(const LoraDeltaParams& p, int first) {
+    const int thread = static_cast<int>(threadIdx.x), pair = first + thread, experts = p.pairs.expert_count;
+    const int64_t token = pair < p.pairs.count ? p.pairs.token_of(pair) : -1;
+    const int32_t* ends = p.pairs.offsets;
+    if (ends && experts <= kLoraSharedExperts) {
+#pragma unroll 1
+      for (int i = thread; i <= experts; i += kLoraThreads) offsets[i] = ends[i];
+      __syncthreads();
+      ends = offsets;
+    }
+    const int own = pair < p.pairs.count ? p.pairs.key_of(pair, token, ends) : LoraPairs::kNoPair;
+    reinterpret_cast<int*>(keys)[thread] = own;
+    rows[thread] = static_cast<int>(p.per_pair ? pair : token);
+    __syncthreads();
+    int begin = 0, end = min(kLoraWindow, p.pairs.count - first);
+    if (own < 0) end = 0;
+    if (own >= 0 && ends) {
+      begin = max(begin, ends[own & 0xffff] - first);
+      end = min(end, ends[(own & 0xffff) + 1] - first);
+    }
+    place(own, begin, end);
+  }
+
+ private:
+  // Finds the pairs with this one's key, all of which lie in [begin, end), and lists tiles in the order of their pairs.
+  FI_DEVICE void place(int own, int begin, int end) {
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+    int start = -1, before = 0, total = 0;
+    for (int i = begin / 4; i * 4 < end; ++i) {
+      const int4 four = keys[i];
+      const int same = (four.x == own) | (four.y == own) << 1 | (four.z == own) << 2 | (four.w == own) << 3;
+      if (same && start < 0) start = i * 4 + __ffs(same) - 1;
+      total += __popc(same);
+      before += __popc(same & ((1 << min(max(thread - i * 4, 0), 4)) - 1));
+    }
+    const bool opens = own >= 0 && before == 0;
+    const int size = opens ? (total + kRows - 1) / kRows << 16 | total : 0;
+    int sum = size;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += other;
+    }
+    if (lane == 31) sums[warp] = sum;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < kLoraWarps; ++w)
+      if (w < warp) sum += sums[w];
+    if (opens) starts[thread] = sum - size;
+    if (thread == kLoraThreads - 1) tiles = sum >> 16;
+    __syncthreads();
+    if (own >= 0) {
+      const int at = starts[start], member = (at & 0xffff) + before, number = (at >> 16) + before / kRows;
+      members[member] = thread;
+      if (before % kRows == 0) {
+        tile_keys[number] = own;
+        tile_spans[number] = member << 8 | min(kRows, total - before);
+      }
+    }
+    __syncthreads();
+  }
+};
+
+// A CTA's share of a window: tasks own, own + groups, ...
+struct LoraShare {
+  int first, own;  // first: pair
+
+  FI_DEVICE explicit LoraShare(int groups) {
+    const int window = static_cast<int>(blockIdx.x) / groups, at = static_cast<int>(blockIdx.x) - window * groups;
+    first = window * kLoraWindow;
+    own = window % 2 ? groups - 1 - at : at;  // who has one task more differs from window to window
+  }
+};
+
+}  // namespace fi

@@ -156,6 +156,7 @@ def run_experts(
     chosen: str | None = None,
     delta: torch.Tensor | None = None,
     keeps_activated: bool = False,
+    ready: bool = False,
 ) -> Outputs:
     """The outputs of the experts for the sorted rows.
 
@@ -167,13 +168,14 @@ def run_experts(
         delta: `[slots, n]`, of the sums' dtype: is added to the first product of the sorted rows, columns in order and
             those of the gate first.
         keeps_activated: the activated values are a result of the call.
+        ready: the launches of the delta lie between those of the tables and of the products.
     """
     slots = tables.rows.shape[0]
     chosen = chosen or compose_layer(p, layer, slots, activation, all_experts, row_scale is not None, False)
     mean = slots / all_experts
     if chosen == "moe_experts":
         tile = tile_tokens(layer.x.shape[0], mean)
-        rows, activated = stream_experts(p, layer, tables, activation, tile, None, None, delta, keeps_activated)
+        rows, activated = stream_experts(p, layer, tables, activation, tile, None, None, delta, keeps_activated, ready)
         return Outputs(rows, layer.down._replace(columns=None), Rows(activated))
     layer = layer._replace(up=layer.up.by_rows(), down=layer.down.by_rows())
     grouped = _Grouped(p, layer, tables, expected_rows(mean, layer.quantizes))
@@ -250,7 +252,8 @@ def compute_layer(
         stream_experts(p, layer, tables, activation, tile, out, routed)
         return
     delta = None if lora is None else expert_lora.up_delta(p, lora, layer, layer.up.rows, tables)
-    found = run_experts(p, layer, tables, activation, all_experts, row_scale, chosen, delta)
+    ready = delta is not None
+    found = run_experts(p, layer, tables, activation, all_experts, row_scale, chosen, delta, ready=ready)
     if lora is not None:
         expert_lora.add_down(p, lora, found.rows, found.activated_16_bits(layer.x.dtype), tables)
     sum_experts(p, out, found.rows, tables, routed.weights, found.down)

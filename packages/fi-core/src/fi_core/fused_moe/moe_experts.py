@@ -93,8 +93,10 @@ MOE_EXPERTS = Op(
     "Tensor(c!) progress, Tensor? up_scale=None, Tensor? down_scale=None, Tensor? bias=None, Tensor? alpha=None, "
     "Tensor? beta=None, Tensor? limit=None, int activation=3, float alpha_value=1.0, float beta_value=0.0, "
     "float limit_value=3.4e38, int expected_tokens=8, Tensor(d!)? sum=None, Tensor? ids=None, Tensor? weights=None, "
-    "Tensor? down_bias=None, int first_expert=0, int shuffle_tile=0, Tensor? delta=None, bool? enable_pdl=None",
-    # expected_tokens: rows that a tile is to hold; experts with more take several tiles.
+    "Tensor? down_bias=None, int first_expert=0, int shuffle_tile=0, Tensor? delta=None, bool ready=False, "
+    "bool? enable_pdl=None",
+    # expected_tokens: rows that a tile is to hold; experts with more take several tiles. ready: offsets and progress
+    # were complete before the call ahead in the stream began.
     fields={
         "x": Field(("bf16", "f16"), "bf16"),
         "weight": Field(("bf16", "f16", "e4m3", "u8"), "bf16"),  # u8: mxfp4
@@ -143,11 +145,12 @@ def stream_experts(
     routed: TokenExperts | None = None,
     delta: torch.Tensor | None = None,
     keeps_activated: bool = False,
+    ready: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The outputs of the experts for the sorted rows, as `run_experts` gives them, and the activated values.
 
     tokens: of a tile. sum and routed: what `sums_slots` allows; the weighted sums of the experts are written to sum.
-    delta, keeps_activated: as for `run_experts`.
+    delta, keeps_activated, ready: as for `run_experts`.
     """
     x, up, down = layer.x, layer.up, layer.down
     slots = tables.rows.shape[0]
@@ -170,6 +173,7 @@ def stream_experts(
         expected_tokens=tokens,
         shuffle_tile=up.shuffle_tile,
         delta=delta,
+        ready=ready,
         **activation.options(),
         **sums,
     )

@@ -181,6 +181,7 @@ void moe_experts(const Kernel& kernel, const MoeExpertsArgs& a) {
   p.gemm[0].bias_row_stride = a.bias ? a.bias.stride(0) : 0;
   p.gemm[0].gated = gated;
   p.gemm[0].activated = 1;
+  p.ready = a.ready;
   p.products = 2;
   for (const Tensor& t : {a.x, a.activated})
     FI_CHECK(t.row_alignment(16) == 16, ValueError, "%s must have rows that are 16-byte aligned; got stride %lld",

@@ -85,6 +85,7 @@ struct ExpertGemmParams {
   ExpertConstants constants;
   int32_t products, experts;
   int32_t weights_once;  // no weight is loaded twice: L2 evicts it first
+  int32_t ready;         // offsets and progress were complete before the kernel ahead in the stream began
 };
 
 }  // namespace fi

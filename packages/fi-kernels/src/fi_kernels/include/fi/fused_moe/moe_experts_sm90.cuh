@@ -129,7 +129,7 @@ struct ExpertGemmKernel {
     if (sorts()) {  // ids are complete before the kernel ahead in the stream began
       shared.slots.template build<kTokens>(shared.passes, p.slots, p.experts);
     } else {
-      pdl_wait();
+      if (!p.ready) pdl_wait();
       shared.passes.template build<kTokens>(p.offsets, p.experts);
     }
   }
@@ -140,7 +140,7 @@ struct ExpertGemmKernel {
     if (threadIdx.x % 32 != 0) return;
     const uint64_t policy = p.weights_once ? kEvictFirst : kEvictNormal;
     PipelineState at = PipelineState::producer(), claim = at;
-    bool waited = !sorts();
+    bool waited = !sorts() && !p.ready;
     for (int index = blockIdx.x;;) {
       shared.claims.acquire(claim);
       shared.queue[claim.stage] = index;

@@ -310,7 +310,7 @@ struct ExpertGemmKernel {
                                                     : min(row + 8, g.features - 1)]);
       }
       const bool adds = p.delta && g.activated;
-      float delta[4] = {};  // of the first group: it arrives while the products are computed
+      In delta[4] = {};  // of the first group: it arrives while the products are computed, and is converted behind them
       if (adds) load_delta(tile, warp, 0, delta);
       float sum[Mainloop::kCount];
       mainloop.run(sum, at);
@@ -327,7 +327,7 @@ struct ExpertGemmKernel {
         if (adds) {
           if (i > 0) load_delta(tile, warp, i, delta);
 #pragma unroll
-          for (int j = 0; j < 4; ++j) d[j] += delta[j];
+          for (int j = 0; j < 4; ++j) d[j] += to_float(delta[j]);
         }
         if constexpr (kGated) {
           store(tile, warp * 8, i, activate_expert<CudaMath, kAct>(d[0], d[2], constants),
@@ -364,18 +364,20 @@ struct ExpertGemmKernel {
     sum_slots<Out>(p.slots, shared.slots, *tile.gemm, feature);
   }
 
-  // What is added to the sums of a group of 8 tokens: of both projections of a feature, or of two features. -0:
-  // nothing.
-  FI_DEVICE void load_delta(const Tile& tile, int warp, int group, float (&delta)[4]) const {
+  // What is added to the sums of a group of 8 tokens: of both projections of a feature, or of two features. Behind the
+  // last token and feature it is that of the last one, whose sums are not stored.
+  FI_DEVICE void load_delta(const Tile& tile, int warp, int group, In (&delta)[4]) const {
     const ExpertGemm& g = *tile.gemm;
     const int lane = threadIdx.x % 32, first = tile.feature + warp * (kGated ? 8 : 16) + lane / 4;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int token = group * 8 + lane % 4 * 2 + j % 2, row = kGated ? first : first + j / 2 * 8;
-      delta[j] = -0.f;
-      if (token >= tile.pass.count || row >= g.features) continue;
-      const int feature = feature_of_row(row, g.order.step) + (kGated && j < 2 ? g.features : 0);
-      delta[j] = to_float(static_cast<const In*>(p.delta)[(tile.pass.row + token) * p.delta_row_stride + feature]);
+    for (int half = 0; half < 2; ++half) {
+      const int feature = feature_of_row(min(kGated ? first : first + half * 8, g.features - 1), g.order.step);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int token = min(group * 8 + lane % 4 * 2 + j, tile.pass.count - 1);
+        const In* row = static_cast<const In*>(p.delta) + (tile.pass.row + token) * p.delta_row_stride;
+        delta[half * 2 + j] = row[kGated && half == 0 ? g.features + feature : feature];
+      }
     }
   }
 

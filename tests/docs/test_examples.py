@@ -36,6 +36,16 @@ def test_prefill() -> None:
     assert "largest error of 382 tokens 0.0" in run("prefill.py", "50")
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_adapters(device: str) -> None:
+    said = run("adapters.py", "--device", device).splitlines()
+    assert said[:2] == [
+        "18 tokens with an adapter, 6 without; those have the bits of the layers alone: True",
+        "18 tokens with an adapter, 6 without; those have the bits of the layers alone: True",
+    ]
+    assert float(said[2].split()[-1]) < 0.01
+
+
 def test_decoder_block() -> None:
     """A decoder block on the bytes of a text, every op checked; input that is not text is refused in one line."""
     command = [sys.executable, str(EXAMPLES / "decoder_block.py"), str(ROOT / "missing")]

@@ -105,3 +105,22 @@ def cpu_table() -> str:
     lines = [(f"`{name}`", len(of[1]), *cells(of[1]), *cells(of[2])) for name, of in found.items()]
     head = ("op", "shapes", "one core, mean", "worst", "two cores, mean", "worst")
     return table(head, [*lines, ("all", len(every[1]), *cells(every[1]), *cells(every[2]))])
+
+
+def dense_adapters_table() -> str:
+    """Adapters of a linear layer beside a shrink and an expand in Triton, with the best of three tilings."""
+    lines = []
+    for row in rows("lora"):
+        if peers := [us for name, us in row.items() if name.startswith("triton")]:
+            best = min(peers)
+            times = (row["before_us"], row["lora_us"], best)
+            lines.append((row["case"], *map(number, times), f"{row['lora_us'] / best:.2f}"))
+    return table(("linear layer", "before us", "fi us", "Triton us", "ratio"), lines)
+
+
+def hybrid_table() -> str:
+    """Calls of Mamba-2 layers."""
+    lines = [
+        (row["case"], number(row["us"]), number(row["host_us"]) if "host_us" in row else "-") for row in rows("hybrid")
+    ]
+    return table(("call", "us", "host us"), lines)

@@ -313,8 +313,10 @@ TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its
     "promises": support.promises_table,
     "indexer": costs.indexer_table,
     "adapters": costs.adapters_table,
+    "adapters-dense": costs.dense_adapters_table,
     "decode-step": costs.decode_step_table,
     "cpu": costs.cpu_table,
+    "hybrid": costs.hybrid_table,
     "fp8-weights": costs.fp8_weights_table,
     "timers": timers_table,
 }

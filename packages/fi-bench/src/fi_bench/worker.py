@@ -20,6 +20,7 @@ from fi_bench.errors import OK, ContextLostError, MismatchError
 from fi_bench.runner import CaseRun
 
 Record = record.Record
+_START_SECONDS = 300.0  # for a new process to import torch, which is no part of a case
 
 
 class End(NamedTuple):
@@ -43,7 +44,7 @@ class Worker:
             start_new_session=True,
         )
         os.close(theirs)
-        self._answers, self._unread, self.alive = answers, b"", True
+        self._answers, self._unread, self.alive, self._started = answers, b"", True, False
 
     def do(self, args: Namespace, run_id: str, trial: int, emit: Callable[[Record], None]) -> End:
         """One case with all backends of `args`; the time limit holds for each backend."""
@@ -51,9 +52,12 @@ class Worker:
         try:
             self._send(task)
             while True:
-                answer = self._receive(args.timeout)
+                answer = self._receive(args.timeout if self._started else _START_SECONDS)
                 if answer is None:
                     return self._died()
+                self._started = True
+                if "started" in answer:
+                    continue
                 if "said" in answer:
                     say(*answer["said"])
                     continue
@@ -119,12 +123,15 @@ class Worker:
 
 def serve(words: Sequence[str]) -> int:
     """The process of a Worker: a task a line until stdin ends."""
+    import torch  # noqa: F401
+
     with open(int(words[0]), "w", encoding="utf-8") as answers:
 
         def answer(**found: Any) -> None:
             answers.write(record.dumps(found) + "\n")
             answers.flush()
 
+        answer(started=True)
         with said_to(lambda kind, text: answer(said=[kind, text])):
             for line in iter(sys.stdin.readline, ""):
                 task = json.loads(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -105,8 +107,12 @@ def test_a_stopped_builder_holds_up_nobody_for_long(python: Python, monkeypatch:
     process.send_signal(signal.SIGCONT)
 
 
-def test_a_builder_at_work_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shows life although it takes longer than a silent one may."""
+@pytest.mark.parametrize("pauses", [False, True], ids=["", "while the machine sleeps"])
+def test_a_builder_at_work_is_waited_for(pauses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows life although it takes longer than a silent one may; while this process is stopped nobody does."""
+    if pauses:
+        clock = itertools.count()
+        monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=time.sleep))
     monkeypatch.setattr(store, "SILENT_SECONDS", 0.5)
     monkeypatch.setattr(store, "_BEAT_SECONDS", 0.1)
     started = threading.Event()

@@ -37,6 +37,7 @@ KEY_DIGITS = 24  # of the hash at the end of a key
 LOCK_SECONDS = 600.0  # after that a waiter builds for itself
 SILENT_SECONDS = 3.0  # it does so earlier if the builder has shown no life for so long: it is stopped
 _BEAT_SECONDS = 0.5
+_POLL_SECONDS = 0.02
 _STALE_SECONDS = 3600.0  # leftovers of which no lock tells whether they are in use are removed after this
 
 
@@ -212,19 +213,18 @@ def _aside(directory: Path) -> Path:
 
 def _acquired(descriptor: int, limit: float) -> bool:
     """Takes the lock of a file; False if there are no locks here, or if its holder is slow or shows no life."""
-    start = now = time.monotonic()
-    beat, last = -1, start
-    while now - start <= limit and now - last <= SILENT_SECONDS:
+    start, beat, silent = time.monotonic(), -1, 0.0
+    while time.monotonic() - start <= limit and silent <= SILENT_SECONDS:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            time.sleep(0.02)
+            time.sleep(_POLL_SECONDS)
         except OSError:
             return False
-        now, seen = time.monotonic(), os.fstat(descriptor).st_mtime_ns
-        if seen != beat:
-            beat, last = seen, now
+        # Polls count, not the clock: what stopped this process may have stopped the holder too.
+        before, beat = beat, os.fstat(descriptor).st_mtime_ns
+        silent = silent + _POLL_SECONDS if beat == before else 0.0
     return False
 
 

@@ -1,5 +1,5 @@
 """Skips a test that is marked gpu, sm90 or multigpu on a machine without such a device; `nox -s gpu` insists on one.
-Where workers share the cores, most tests compute on one thread.
+Where workers share the cores, most tests compute on one thread. Each test draws the same numbers, alone and in a row.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ import sys
 import zlib
 
 import pytest
+from hypothesis import settings
+
+settings.load_profile("ci")  # the same examples in each run, without a deadline: a busy machine is not slow code
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
@@ -27,7 +30,9 @@ def _missing(item: pytest.Item) -> str | None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if IS_WORKER and (torch := sys.modules.get("torch")):  # two threads of each worker would take a third more time
-        torch.set_num_threads(2 if zlib.crc32(item.nodeid.encode()) % 4 == 0 else 1)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+        if IS_WORKER:  # two threads of each worker would take a third more time
+            torch.set_num_threads(2 if zlib.crc32(item.nodeid.encode()) % 4 == 0 else 1)
     if item.get_closest_marker("gpu") and (reason := _missing(item)):
         pytest.skip(reason)

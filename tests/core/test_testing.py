@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fi_core import testing
@@ -36,7 +36,6 @@ def test_every_export_resolves() -> None:
         _ = testing.no_such
 
 
-@settings(deadline=None, database=None)  # a busy machine is not slow code
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=40))
 def test_times_unpack_and_are_samples_for_numpy(samples: list[float]) -> None:
     times = BenchTimes(samples)

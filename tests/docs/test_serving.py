@@ -32,7 +32,7 @@ def serving() -> Iterator[ModuleType]:
 LENGTHS = st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(0, 20))
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=60)
 @given(requests=st.lists(LENGTHS, min_size=1, max_size=8), pages=st.integers(13, 30), budget=st.integers(3, 50))
 def test_scheduler(serving: ModuleType, requests: list[tuple[int, int, int]], pages: int, budget: int) -> None:
     """Whatever comes: steps within the budget, pages with one owner, nobody who generates waits, everybody finishes."""
@@ -62,7 +62,7 @@ def test_scheduler(serving: ModuleType, requests: list[tuple[int, int, int]], pa
     assert [len(r.generated) for r in todo] == [r.max_new_tokens for r in todo]
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=60)
 @given(
     requests=st.lists(LENGTHS, min_size=1, max_size=8),
     pages=st.integers(14, 40),

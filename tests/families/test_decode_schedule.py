@@ -122,7 +122,7 @@ def check(
     assert len(counters) >= buffers.partials.shape[0] and (counters == 0).all(), "one counter per partial"
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=150)
 @given(
     lengths=st.lists(st.one_of(st.integers(0, 400), st.integers(0, 40_000)), min_size=1, max_size=40),
     q_tiles=st.sampled_from([1, 2, 3, 5, 8, 32, 63, 64, 65, 200]),

@@ -30,7 +30,7 @@ def visible_keys(row: int, qo_len: int, kv_len: int, causal: bool, window_left: 
     return first, min(max(position + 1, 0), kv_len) if causal else kv_len
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=150)
 @given(
     requests=REQUESTS,
     tokens=st.sampled_from([1, 3, 16, 48, 128]),

@@ -108,7 +108,7 @@ def test_no_split_without_room_for_partials() -> None:
         assert (plan.first_split, plan.max_splits) == ((704, 1) if max_partials < 88 else (660, 2))
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=150)
 @given(
     lengths=st.lists(
         st.tuples(st.integers(0, 2000), st.one_of(st.integers(0, 2000), st.integers(0, 100_000))),

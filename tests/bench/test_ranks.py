@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -68,12 +69,12 @@ def kill_a_rank() -> None:
     """The first process that a process of this one starts for fi-bench."""
     for _ in range(600):
         time.sleep(0.1)
-        for worker in children(os.getpid()):
-            for rank in children(worker):
-                words = Path(f"/proc/{rank}/cmdline").read_bytes().split(b"\0")
-                if b"_rank" in words:
-                    os.kill(rank, signal.SIGKILL)
-                    return
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # of processes that have just ended
+            for worker in children(os.getpid()):
+                for rank in children(worker):
+                    if b"_rank" in Path(f"/proc/{rank}/cmdline").read_bytes().split(b"\0"):
+                        os.kill(rank, signal.SIGKILL)
+                        return
 
 
 def test_a_rank_that_dies_costs_the_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,6 +159,7 @@ toy.use(toy.plant(__import__("pathlib").Path(sys.argv[2])))
 begun = threading.Event()
 def slow(artifact, directory):
     begun.set()
+    threading.main_thread().join()
     time.sleep(0.5)
     print("compiled", artifact.name, flush=True)
     (directory / artifact.file).write_bytes(b"x")

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
+from families.ranks import run_ranks
 from fi_core.comm import (
     CommBackend,
     Mapping,
@@ -73,9 +68,7 @@ def test_sizes_that_do_not_fit(sizes: dict[str, int], message: str) -> None:
         Mapping(**sizes)
 
 
-def _rank(rank: int, port: int, folder: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=3)
+def _exchange(rank: int, world: int, device: torch.device) -> None:
     ranks: CommBackend = TorchDistBackend()
     assert (ranks.Get_rank(), ranks.Get_size()) == (rank, 3)
     assert ranks.allgather(rank * 10) == (0, 10, 20)
@@ -85,16 +78,10 @@ def _rank(rank: int, port: int, folder: str) -> None:
     assert half.allgather(rank) == ((0, 2) if rank % 2 == 0 else (1,))
     assert half.bcast(rank, 0) == rank % 2
     ranks.barrier()
-    Path(folder, str(rank)).touch()
-    dist.destroy_process_group()
 
 
-def test_ranks_exchange_objects(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_rank, (port, str(tmp_path)), nprocs=3)  # type: ignore[no-untyped-call]
-    assert len(list(tmp_path.iterdir())) == 3
+def test_ranks_exchange_objects() -> None:
+    run_ranks(_exchange, 3, "cpu")
 
 
 def test_config_and_sizes() -> None:

@@ -22,6 +22,7 @@ from fi_core.runtime.launch.kernel import Kernel
 from fi_core.runtime.launch.plan import AtOnce
 from fi_core.runtime.machine import Rehearsal
 from fi_core.runtime.resolve import ahead
+from fi_core.runtime.resolve.pool import Pool
 from fi_core.runtime.spec.op import Spec
 from fi_core.runtime.spec.target import Target
 
@@ -182,10 +183,11 @@ def test_no_kernel_is_loaded_after_autotune(form: str) -> None:
 
 
 @pytest.fixture
-def slow() -> Iterator[threading.Event]:
-    """A compiler at work, until the event is set."""
-    done = threading.Event()
-    resolve.pool().start("slow", done.wait)
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A compiler at work, until the event is set; those that other tests have begun are not waited for."""
+    done, jobs = threading.Event(), Pool(1)
+    monkeypatch.setattr(resolve, "pool", lambda: jobs)
+    jobs.start("slow", done.wait)
     yield done
     done.set()
 

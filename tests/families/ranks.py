@@ -28,7 +28,7 @@ def _rank(
         torch.cuda.set_device(place)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world,
-        timeout=datetime.timedelta(seconds=40),
+        timeout=datetime.timedelta(seconds=150),
     )  # fmt: skip
     try:
         function(rank, world, place, *arguments)
@@ -57,7 +57,7 @@ def run_ranks(
         processes = [context.Process(target=_rank, args=a, daemon=True) for a in given]
         for process in processes:
             process.start()
-        until = time.monotonic() + (90 if device == "cpu" else 240)  # all kernels may have to be compiled first
+        until = time.monotonic() + 300  # all kernels may have to be compiled first, on a busy machine
         for process in processes:
             process.join(max(0.0, until - time.monotonic()))
         codes = [process.exitcode for process in processes]

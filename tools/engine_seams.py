@@ -82,8 +82,8 @@ SEAMS = {
         "vllm/model_executor/models/qwen3.py": ("Qwen3Attention.forward", "Qwen3Attention.forward()"),
         "vllm/model_executor/models/qwen3_moe.py": ("Qwen3MoeAttention.forward", "Qwen3MoeAttention.forward()"),
         "vllm/model_executor/layers/attention/mla_attention.py": (
-            "QueryLenSupport", "MLACommonDecodeMetadata", "MLACommonMetadataBuilder.__init__",
-            "MLACommonMetadataBuilder._build_decode", "MLACommonImpl.__init__",
+            "QueryLenSupport", "MLACommonDecodeMetadata", "MLACommonMetadata", "MLACommonMetadataBuilder.__init__",
+            "MLACommonMetadataBuilder.build", "MLACommonMetadataBuilder._build_decode", "MLACommonImpl.__init__",
         ),
         "vllm/v1/attention/backends/mla/prefill/base.py": (
             "MLADimensions", "MLAPrefillBackend.__init__", "MLAPrefillBackend.supports_compute_capability",

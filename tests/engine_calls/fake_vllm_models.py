@@ -326,6 +326,21 @@ class MLACommonDecodeMetadata:
     dcp_tot_seq_lens: torch.Tensor | None
 
 
+@dataclass
+class MLACommonMetadata:
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+    num_actual_tokens: int
+    query_start_loc: torch.Tensor
+    slot_mapping: torch.Tensor
+    num_decodes: int
+    num_decode_tokens: int
+    num_prefills: int
+    prefill: Any = None
+    decode: Any = None
+
+
 class MLACommonMetadataBuilder:
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device,
@@ -333,13 +348,14 @@ class MLACommonMetadataBuilder:
     ) -> None:  # fmt: skip
         self.dcp_world_size = 1
 
-    def build(self, tables: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, tokens: int) -> Any:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Of decode requests, with the arguments that every version passes by name."""
         build: Any = self._build_decode  # type: ignore[attr-defined]
+        step, starts = common_attn_metadata, common_attn_metadata.query_start_loc
         return SimpleNamespace(decode=build(
-            block_table_tensor=tables, seq_lens_device=lengths, max_seq_len=int(lengths.max()),
-            query_start_loc_cpu=starts.cpu(), query_start_loc_device=starts, num_decode_tokens=tokens,
-            dcp_tot_seq_lens_device=None,
+            block_table_tensor=step.block_table_tensor, seq_lens_device=step.seq_lens, max_seq_len=step.max_seq_len,
+            query_start_loc_cpu=starts.cpu(), query_start_loc_device=starts,
+            num_decode_tokens=step.num_actual_tokens, dcp_tot_seq_lens_device=None,
         ))  # fmt: skip
 
 
@@ -442,7 +458,7 @@ MODULES: dict[str, dict[str, Any]] = {
     f"{LAYERS}.attention": {},
     f"{LAYERS}.attention.mla_attention": {
         "MLACommonBackend": MLACommonBackend, "MLACommonDecodeMetadata": MLACommonDecodeMetadata,
-        "MLACommonImpl": MLACommonImpl, "MLACommonMetadata": object, "QueryLenSupport": QueryLenSupport,
+        "MLACommonImpl": MLACommonImpl, "MLACommonMetadata": MLACommonMetadata, "QueryLenSupport": QueryLenSupport,
         "MLACommonMetadataBuilder": MLACommonMetadataBuilder,
     },
 }  # fmt: skip

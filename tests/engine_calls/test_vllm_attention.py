@@ -7,6 +7,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,6 +95,15 @@ def latent(device: str, kv: str, heads: int, requests: int, prompts: Any = None)
     return mla.Builder(spec, ["layer"], vllm_config, torch.device(device)), impl
 
 
+def decode_step(pages: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, tokens: int) -> Any:
+    """A step of requests with so many query tokens each."""
+    requests = len(lengths)
+    return SimpleNamespace(
+        num_reqs=requests, num_actual_tokens=requests * tokens, max_query_len=tokens, max_seq_len=int(lengths.max()),
+        query_start_loc=starts, seq_lens=lengths, block_table_tensor=pages, slot_mapping=lengths, causal=True,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("heads", [4, 16])
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("kv", ["auto", "fp8"])
@@ -109,7 +119,7 @@ def test_latent_attention(plugin: Any, heads: int, tokens: int, kv: str, device:
     lens = torch.tensor([*lengths, 0], dtype=torch.int32, device=device)
     starts = torch.tensor([0, tokens, 2 * tokens, 3 * tokens, 3 * tokens], dtype=torch.int32, device=device)
     q = torch.cat([b.q, b.q.new_full((tokens, heads, 576), 3.0)])
-    metadata = builder.build(pages, lens, starts, 4 * tokens)
+    metadata = builder.build(0, decode_step(pages, lens, starts, tokens))
     layer = SimpleNamespace(_k_scale_float=0.5)
     parts = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1), q[..., 512:]  # as a product by heads leaves it
     merged = impl.forward_mqa(q, b.cache, metadata, layer)
@@ -123,6 +133,36 @@ def test_latent_attention(plugin: Any, heads: int, tokens: int, kv: str, device:
     assert_close(lse[: 3 * tokens], want[1] * torch.tensor(2.0).log(), tolerance=(0.01, 0.01))
 
 
+def test_a_latent_decode_step_is_described_as_by_vllm(
+    plugin: Any, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of one token of each request do without vLLM's slices; all others go its way."""
+    builder, _ = latent("cpu", "auto", 16, 4)
+    of_vllm: list[Any] = []
+    monkeypatch.setattr(models.MLACommonMetadataBuilder, "build", lambda self, prefix, step, fast: of_vllm.append(step))
+    lengths = torch.tensor([70, 5, 33, 0], dtype=torch.int32)
+    step = decode_step(torch.arange(24, dtype=torch.int32).view(4, 6), lengths, builder.requests, 1)
+    for requests in (4, 3):
+        step.num_reqs = step.num_actual_tokens = requests
+        step.seq_lens, step.block_table_tensor = lengths[:requests], step.block_table_tensor[:requests]
+        found = builder.build(0, step)
+        counts = found.num_reqs, found.num_actual_tokens, found.num_decodes, found.num_decode_tokens
+        assert set(counts) == {requests} and found.num_prefills == 0 and found.prefill is None
+        assert [x.tolist() for x in found.decode.indptr] == [[*range(requests + 1)], [*range(0, 6 * requests + 1, 6)]]
+        assert found.decode.block_table is step.block_table_tensor and found.decode.seq_lens is step.seq_lens
+    assert not of_vllm
+    unset = set(recorded(version)["MLACommonMetadata"]) - {field.name for field in fields(models.MLACommonMetadata)}
+    assert unset <= {"head_dim", "causal"}, "have values that fit"
+    for changed in (
+        {"max_query_len": 2}, {"num_actual_tokens": 4}, {"causal": False}, {"seq_lens": lengths},
+        {"block_table_tensor": torch.zeros(4, 6)},
+    ):  # fmt: skip
+        builder.build(0, SimpleNamespace(**{**vars(step), **changed}))
+    builder.is_alone = False
+    builder.build(0, step)
+    assert len(of_vllm) == 6
+
+
 def test_the_first_latent_layer_of_a_step_plans_it(plugin: Any) -> None:
     """And again if it runs again, as vLLM does to warm up before it captures a graph: each graph has the plan."""
     b = latent_batch([70, 5], 1, 16, 16, causal=True)
@@ -131,7 +171,7 @@ def test_the_first_latent_layer_of_a_step_plans_it(plugin: Any) -> None:
         builder, _ = latent("cpu", "auto", 16, 2)
         begin = len(rehearsal.calls)
         pages = torch.zeros(2, 6, dtype=torch.int32)
-        metadata = builder.build(pages, b.kv_len, b.qo_indptr, 2)
+        metadata = builder.build(0, decode_step(pages, b.kv_len, b.qo_indptr, 1))
         for impl in (first, second, first, second):
             impl.forward_mqa(b.q, b.cache, metadata, layer)
     ran = [choice.spec.op.name for choice, _ in rehearsal.calls[begin:]]
@@ -206,7 +246,7 @@ def test_no_latent_kernel_compiles_while_serving(plugin: Any, heads: int, kv: st
         for requests in (1, 64):
             b = latent_batch([5] * requests, 1, heads, 16, causal=True, kv_dtype=fp8)
             pages, lens = b.kv_indices.view(-1, 1), b.kv_len
-            metadata = builder.build(pages, lens, b.qo_indptr, requests)
+            metadata = builder.build(0, decode_step(pages, lens, b.qo_indptr, 1))
             impl.forward_mqa(b.q, b.cache, metadata, SimpleNamespace(_k_scale_float=0.5))
         starts = torch.tensor([0, 5, 40], dtype=torch.int32)
         prompts.prepare_metadata(SimpleNamespace(query_start_loc=starts, max_query_len=35))

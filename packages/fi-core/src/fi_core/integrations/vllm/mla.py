@@ -52,10 +52,10 @@ class Backend(Facts, MLACommonBackend):  # type: ignore[misc]
 
 @dataclass
 class DecodeMetadata(MLACommonDecodeMetadata):  # type: ignore[misc]
-    """The decode requests of a step. tables, of_layer: as the plan of attention takes them."""
+    """The decode requests of a step. indptr, of_layer: as the plan of attention takes them."""
 
     attention: BatchMLAPagedAttentionWrapper
-    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    indptr: tuple[torch.Tensor, torch.Tensor]
     of_layer: tuple[Any, ...]
     planner: Impl | None = None
 
@@ -66,7 +66,8 @@ class DecodeMetadata(MLACommonDecodeMetadata):  # type: ignore[misc]
         if self.planner is None:
             self.planner = layer
         if self.planner is layer:
-            self.attention.plan(*self.tables, *self.of_layer)
+            pages = self.block_table.contiguous().view(-1)
+            self.attention.plan(*self.indptr, pages, self.seq_lens, *self.of_layer)
         return self.attention
 
 
@@ -88,7 +89,8 @@ class Builder(MLACommonMetadataBuilder):  # type: ignore[misc]
         self.attention = BatchMLAPagedAttentionWrapper(torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device))
         self.of_layer = heads, _LATENT, _ROPE, kv_cache_spec.block_size, True, impl.scale, q_dtype, kv_dtype
         self.requests = torch.arange(vllm_config.scheduler_config.max_num_seqs + 1, dtype=torch.int32, device=device)
-        self.offsets: dict[int, torch.Tensor] = {}
+        self.offsets: dict[tuple[int, int], torch.Tensor] = {}
+        self.is_alone = self.dcp_world_size == 1 and not getattr(self, "use_pcp", False)  # 0.24 has no such ranks
         with autotune():
             self._load(device, heads, q_dtype, kv_dtype)
             if isinstance(prompts, Prompts):
@@ -108,10 +110,34 @@ class Builder(MLACommonMetadataBuilder):  # type: ignore[misc]
 
     def _of_each(self, requests: int, tokens: int) -> torch.Tensor:
         """Offsets of so many tokens of each request, int32 on the device."""
-        found = self.offsets.get(tokens)
+        found = self.offsets.get((requests, tokens))
         if found is None:
-            found = self.offsets[tokens] = self.requests * tokens
-        return found[: requests + 1]
+            most = len(self.requests) - 1
+            found = self.requests * tokens if requests == most else self._of_each(most, tokens)[: requests + 1]
+            self.offsets[requests, tokens] = found
+        return found
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """The metadata of a step. A step with one token of each request does without vLLM's own slices of each tensor,
+        which take most of its time.
+        """
+        step = common_attn_metadata
+        requests, lengths, tables = step.num_reqs, step.seq_lens, step.block_table_tensor
+        is_decode = step.max_query_len == 1 and requests == step.num_actual_tokens == len(lengths) == len(tables)
+        if not (is_decode and self.is_alone and step.causal is True):
+            return super().build(common_prefix_len, step, fast_build)
+        return MLACommonMetadata(
+            num_reqs=requests,
+            max_query_len=1,
+            max_seq_len=step.max_seq_len,
+            num_actual_tokens=requests,
+            query_start_loc=step.query_start_loc,
+            slot_mapping=step.slot_mapping,
+            num_decodes=requests,
+            num_decode_tokens=requests,
+            num_prefills=0,
+            decode=self._decode(tables, lengths, None, self._of_each(requests, 1)),
+        )
 
     def _build_decode(
         self,
@@ -123,15 +149,18 @@ class Builder(MLACommonMetadataBuilder):  # type: ignore[misc]
         dcp_tot_seq_lens_device: torch.Tensor | None,
         **others: Any,
     ) -> DecodeMetadata:
-        requests, pages = block_table_tensor.shape
+        requests = len(block_table_tensor)
         # Requests without tokens that pad a graph have as many rows as the others; their length is 0.
         tokens, rest = divmod(num_decode_tokens, requests)
         starts = query_start_loc_device if rest else self._of_each(requests, tokens)
-        table = block_table_tensor.contiguous().view(-1)
-        tables = starts, self._of_each(requests, pages), table, seq_lens_device
-        return DecodeMetadata(
-            block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, self.attention, tables, self.of_layer
-        )
+        return self._decode(block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, starts)
+
+    def _decode(
+        self, pages: torch.Tensor, lengths: torch.Tensor, dcp_lengths: torch.Tensor | None, starts: torch.Tensor
+    ) -> DecodeMetadata:
+        """Of decode requests whose query tokens begin at `starts`."""
+        indptr = starts, self._of_each(*pages.shape)
+        return DecodeMetadata(pages, lengths, dcp_lengths, self.attention, indptr, self.of_layer)
 
 
 class Impl(MLACommonImpl):  # type: ignore[misc]

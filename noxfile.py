@@ -249,6 +249,8 @@ def changelog(session: nox.Session) -> None:
     """The section of VERSION in CHANGELOG.md: the files of changes/, and the speed beside the last release's."""
     install_tools(session, "release")
     version = (ROOT / "VERSION").read_text().strip()
+    if f"\n## {version} - " in (ROOT / "CHANGELOG.md").read_text() and "--draft" not in session.posargs:
+        session.error(f"CHANGELOG.md has a section of {version}; write a new version into VERSION first")
     session.run("towncrier", "build", "--yes", "--version", version, *session.posargs)
     if "--draft" not in session.posargs:
         session.run("python", "docs/speeds.py")

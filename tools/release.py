@@ -39,7 +39,8 @@ def problems(version: str, changelog: str, changes: str, tags: list[str], pendin
     if not re.fullmatch(rf"{re.escape(version)} - \d{{4}}-\d\d-\d\d", first):
         yield f"CHANGELOG.md: '## {version} - YYYY-MM-DD' is required as its first section; got {first!r}"
     if pending:
-        yield f"changes/: `nox -s changelog` must move {', '.join(pending)} into the section of {version}"
+        new = "write a new version into VERSION, this one has its section, and " * first.startswith(f"{version} -")
+        yield f"changes/: {new}run `nox -s changelog`, which moves {', '.join(pending)} into a section"
     if tags and f"v{version}" not in tags:
         yield f"HEAD has the tag {', '.join(tags)}; VERSION says v{version}"
 

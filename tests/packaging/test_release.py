@@ -34,7 +34,7 @@ def test_a_tree_that_can_be_released(release: Any) -> None:
             r"'## 1\.2\.0 - YYYY-MM-DD' is required .* got '1\.2\.0 - ",
         ),
         ({"changelog": CHANGELOG.replace("## 1.2.0", "## Unreleased\n\n## 1.2.0")}, "got 'Unreleased'"),
-        ({"pending": ["+a.moe.md"]}, r"`nox -s changelog` must move \+a\.moe\.md into the section of 1\.2\.0"),
+        ({"pending": ["+a.moe.md"]}, r"new version into VERSION, .* run `nox -s changelog`, which moves \+a\.moe\.md"),
         ({"tags": ["v1.1.0"]}, "HEAD has the tag v1.1.0; VERSION says v1.2.0"),
     ],
 )
@@ -42,6 +42,11 @@ def test_what_keeps_a_tree_from_it(release: Any, change: dict[str, Any], reason:
     given = {"version": "1.2.0", "changelog": CHANGELOG, "changes": "", "tags": ["v1.2.0"], "pending": [], **change}
     (line,) = release.problems(**given)
     assert re.search(reason, line), line
+
+
+def test_pending_changes_of_a_new_version_ask_for_its_section_alone(release: Any) -> None:
+    section, pending = release.problems("1.3.0", CHANGELOG, "", [], ["+a.moe.md"])
+    assert "is required as its first section" in section and "changes/: run `nox -s changelog`" in pending
 
 
 def test_a_pending_change_is_of_a_family_of_the_changelog() -> None:

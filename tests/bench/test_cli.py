@@ -53,8 +53,8 @@ def cpu_seconds(code: str, bytecode: Path) -> float:
 
 
 def test_light_verbs_import_no_torch_and_start_fast(tmp_path: Path) -> None:
-    """200 ms where an empty Python process takes 10 ms, 400 for `list`, which imports every family of fi_core; on a
-    busy or slow machine all grow."""
+    """150 ms where an empty Python process takes 10 ms, 380 for `list`, which imports every family of fi_core. A busy
+    or slow machine has twice that: there these grow more than an empty process."""
     results = write(tmp_path / "r.jsonl", [made()])
     unit = max(1.0, cpu_seconds("pass", tmp_path) / 0.01)
     for words in (
@@ -64,7 +64,7 @@ def test_light_verbs_import_no_torch_and_start_fast(tmp_path: Path) -> None:
         ["compare", results, results],
         ["report", results, "-o", str(tmp_path / "r.html")],
     ):
-        budget = unit * (0.4 if words == ["list"] else 0.2)
+        budget = unit * (0.76 if words == ["list"] else 0.3)
         for _ in range(3):  # a neighbour on the core makes a start longer, never shorter
             if (spent := cpu_seconds(LIGHT.format(words=words), tmp_path)) < budget:
                 break

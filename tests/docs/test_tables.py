@@ -169,7 +169,7 @@ EXPLAINING = {
     ("docs/guides/caching.md", "op"),
     ("docs/guides/fp8.md", "function"),
     ("docs/guides/gemm.md", "function"),
-    ("docs/guides/migration.md", "take"),
+    ("docs/guides/migration.md", "use"),
     ("docs/guides/observability.md", "question"),
     ("docs/guides/rope-and-norms.md", "function"),
     ("docs/guides/sampling.md", "filter"),

@@ -39,7 +39,7 @@ def compute_paged_mqa_logits_schedule(
     use_gpu_kernel: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns a schedule of one entry: kernels share out work by themselves.
+    """Returns a schedule of one entry: kernels distribute their work themselves.
 
     Args:
         seq_lens: int32 `[batch]`.

@@ -186,7 +186,7 @@ def fi_trace(
 
     It is written to `save_dir` if that is given.
 
-    Nothing is computed: the arguments only lend their shapes and dtypes. A bound method reads the arguments of
+    Nothing is computed: only the shapes and dtypes of the arguments are read. A bound method reads the arguments of
     `plan` from its object; an unbound one takes them as arguments too.
     """
     traced = getattr(func_or_method, "fi_trace", None)

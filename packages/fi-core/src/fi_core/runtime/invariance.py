@@ -42,9 +42,9 @@ def batch_invariant() -> Iterator[None]:
     UnsupportedError. It is a context manager, and a decorator of a function. FI_BATCH_INVARIANT=1 has the same effect
     for the whole process.
 
-    The switch belongs to the process: while a block is open anywhere, the calls of all threads are invariant, those of
-    threads and tasks that start or end inside of it too. Blocks may be nested and may overlap. A plan that was made
-    outside of a block cannot run inside.
+    The switch belongs to the process: while a block is open anywhere, the calls of all threads are invariant, including
+    threads and tasks that start or end inside it. Blocks may be nested and may overlap. A plan that was made outside a
+    block cannot run inside.
     """
     with _lock:
         word.value += 1

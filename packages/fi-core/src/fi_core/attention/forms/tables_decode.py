@@ -236,7 +236,7 @@ def trtllm_batch_decode_with_kv_cache(
         query: `[batch_size * q_len_per_req, num_qo_heads, head_dim]`. The query tokens are the last of their request;
             each attends to the keys up to its own position.
         kv_cache: a tuple (k_cache, v_cache), or one tensor whose dim 1 is 2 (K, V) or 1 (both are the same).
-        workspace_buffer: on the device, contiguous, any content. 8 MiB are enough for any lengths and head dims up to
+        workspace_buffer: on the device, contiguous, any content. 8 MiB is enough for any lengths and head dims up to
             256. It is scratch: calls that may overlap need one each.
         block_tables: int32 `[batch_size, max_pages]`; entries beyond a request's pages are not read. Without
             uses_shared_paged_kv_idx `[batch_size, 2, max_pages]`: pages of k_cache, and pages of v_cache.

@@ -176,8 +176,8 @@ def trtllm_batch_context_with_kv_cache(
 
     Raises:
         KeyError: backend or kv_layout.
-        ValueError: shape, dtype or device. Tables that lie: on the CPU; on CUDA with FI_CHECK=1
-            at import, which synchronises.
+        ValueError: shape, dtype or device. Wrong contents of tables: on the CPU, and on CUDA with FI_CHECK=1 at import,
+            which synchronises.
         NotImplementedError: NVFP4 output.
     """
     code(_BACKENDS, backend, "backend")

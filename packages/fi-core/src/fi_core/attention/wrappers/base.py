@@ -152,7 +152,7 @@ def older_form(run: Any, plan: Callable[..., Any], *names: str) -> Callable[...,
     taken = parameters(words("self", *names), plan, run)
 
     def forward(self: Any, given: dict[str, Any]) -> Any:
-        """The older form of `run`. Its options replace those of the plan; an omitted option has its default."""
+        """The older form of `run`. Its options replace those of the plan from then on; omitted ones get defaults."""
         options = {name: given.pop(name) for name in _OF_PLAN if name in given}
         given.pop("use_fp16_qk_reduction", None)
         if options:

@@ -23,9 +23,9 @@ _WORKSPACE = 160 << 20  # bytes, for both halves
 class BatchAttention(PlanState):
     """Attention of a batch that mixes prompts and decode requests: `plan` once per step, `run` once per layer.
 
-    Where requests of one row begin or end the batch, as engines order it, they take the decode kernel and the others
-    the prefill kernel, at the same time on different SMs if both take long enough. Other batches, and all inside of
-    `batch_invariant()`, take the prefill kernel.
+    Requests of one row at the beginning or the end of the batch, where engines place them, take the decode kernel and
+    the others the prefill kernel, at the same time on different SMs if both take long enough. Other batches, and all
+    batches inside `batch_invariant()`, take the prefill kernel.
 
     Args:
         kv_layout: "NHD" or "HND".

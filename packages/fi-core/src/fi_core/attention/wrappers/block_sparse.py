@@ -127,8 +127,8 @@ class BlockSparseAttentionWrapper(PatternWrapper):
             M, N: query tokens and keys. R, C: those of a block; N is a multiple of C.
             num_qo_heads, num_kv_heads, head_dim: as in `BatchPrefillWithPagedKVCacheWrapper.plan`.
             mask: bool `[nnz, R, C]`, the keys that a row of a selected block attends to; default all.
-            packed_mask: uint8, the same as bits: the masks `[R, selected columns * C]` of the rows of blocks, each from
-                a new byte on, as `segment_packbits` makes them. It takes precedence over mask.
+            packed_mask: uint8, the same as bits: the masks `[R, selected columns * C]` of the rows of blocks, each
+                starting at a new byte, as `segment_packbits` makes them. It takes precedence over mask.
             causal: row i of R sees the selected keys j <= i + (number of selected keys) - R, by their place among the
                 selected keys.
             pos_encoding_mode: positions are those among the selected keys as well.

@@ -132,12 +132,12 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             last_page_len: int32 `[batch_size]`, tokens in the last page of each request. A request without pages has
                 length 0.
             window_left: number of keys before its own that a query attends to; -1: all.
-            window_right: keys behind its own that a query attends to, among those of the last q_len_per_req tokens; -1:
-                all.
+            window_right: number of keys after its own that a query attends to, among those of the last q_len_per_req
+                tokens; -1: all.
             data_type: fills q_data_type and kv_data_type where they are None.
             block_tables: kept as `_block_tables`. With backend "cudnn" its width bounds the lengths; without it plan
                 synchronises to read them.
-            seq_lens: int32, uint32 or int64 `[batch_size]`; lengths, instead of those by last_page_len.
+            seq_lens: int32, uint32 or int64 `[batch_size]`; the lengths, in place of those that last_page_len gives.
             fixed_split_size: splits each request into chunks of this many pages, rounded up to 64 tokens; None or -1:
                 no chunks. The result of a request then has the same bits alone and in any batch.
             disable_split_kv: requests are not split. The result of a request then has the same bits alone and in any

@@ -61,8 +61,8 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
     per layer. `last_choice` is the `Choice` of the dispatcher of the last run.
 
     Args:
-        float_workspace_buffer: contiguous, on the device of the cache, aligned to 16 bytes; partials of split-KV. With
-            34 MiB all SMs of an H200 work, with less fewer.
+        float_workspace_buffer: contiguous, on the device of the cache, aligned to 16 bytes; partials of split-KV. 34
+            MiB keeps all SMs of an H200 busy; with less memory fewer SMs work.
         use_cuda_graph: fixes the batch size and lets `plan` copy its tables into the four buffers. A captured `run`
             then computes the batch that was planned last.
         qo_indptr, kv_indptr: int32 `[batch_size + 1]` or longer, with use_cuda_graph.
@@ -155,7 +155,7 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
             head_dim_kpe: 64, or 0 without a rotary part.
             page_size: tokens of a page.
             causal: query token i of a request attends to `kv_len - qo_len + i + 1` tokens instead of all.
-            sm_scale: factor of the scores; of the widths before absorption, as 1 / sqrt(128 + 64).
+            sm_scale: factor of the scores, from the width of a head before absorption, such as 1 / sqrt(128 + 64).
             q_data_type: fp16 or bf16.
             kv_data_type: that of q, or float8_e4m3fn with bf16 queries.
             use_profiler: must be False.
@@ -171,14 +171,14 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
             enable_pdl: programmatic dependent launch; None: where the device supports it.
             use_sinks: a run must then have sinks.
             disable_split_kv: requests are not split. The result of a request then has the same bits alone and in any
-                batch of as many query tokens each; few requests leave SMs idle.
+                batch of as many query tokens each; a few requests then leave SMs idle.
 
             The tables are int32 tensors on the host or on the device (int64 ones are copied). On the host they are
             copied to the device.
 
         Raises:
             ValueError: a shape, width or dtype; with use_cuda_graph also tables that do not fit the buffers.
-            TypeError: an argument is missing, or no number.
+            TypeError: an argument is missing, or not a number.
             NotImplementedError: use_profiler, output_dtype, output_scale or scale_mode.
         """
         self._forget_plan()
@@ -302,7 +302,7 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
             ckv_scale: with a float8_e4m3fn cache the value of an element is `ckv * ckv_scale`.
             ckv_scale_arr: instead of ckv_scale, fp32 `[num_pages, page_size, 4]`, a scale of each 128 columns.
             kpe_scale: with a float8_e4m3fn cache and a rotary part, likewise.
-            sinks: fp32 `[num_heads]`, a logit that joins the softmax and the lse of each head.
+            sinks: fp32 `[num_heads]`, a logit that enters the softmax and the lse of each head.
             skip_softmax_threshold_scale_factor: without effect; no softmax is skipped, which any threshold permits.
 
             Queries and caches may have any strides with a contiguous last dimension and rows at multiples of 16 bytes:
@@ -314,8 +314,8 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         Raises:
             RuntimeError: no plan.
             UnsupportedError: the device lacks the kernels of the backend.
-            ValueError: shape, dtype, device, stride or scale. Tables that lie: on the CPU; on CUDA with FI_CHECK=1 at
-                import, which synchronises.
+            ValueError: shape, dtype, device, stride or scale. Wrong contents of tables: on the CPU, and on CUDA with
+                FI_CHECK=1 at import, which synchronises.
         """
         plan, call = self._plan, self._call
         if call is None:

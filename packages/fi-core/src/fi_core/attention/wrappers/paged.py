@@ -33,8 +33,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
 
     Args:
         float_workspace_buffer: on the device of the cache, aligned to 16 bytes. It holds the partials of a run whose
-            plan splits KV, so wrappers that share it must not run at the same time. 128 MiB are always enough; a
-            smaller one means fewer splits, or none.
+            plan splits KV, so wrappers that share it must not run at the same time. 128 MiB is always enough; with less
+            memory `plan` chooses fewer splits, or none.
         kv_layout: "NHD" or "HND", the order of tokens and heads in a page.
         use_cuda_graph: fixes the batch size and lets `plan` copy its tables into the buffers. A captured `run` then
             computes the batch that was planned last: kernels read the tables on the device, at fixed addresses.
@@ -114,8 +114,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             args, options: other arguments of `plan` in its order, without non_blocking.
 
         Returns:
-            (bytes of the float workspace, bytes of the int workspace). With the first every number of splits fits that
-            `plan` may choose; with less it chooses fewer. It is 0 for kernels that do not split KV.
+            (bytes of the float workspace, bytes of the int workspace). The first holds every number of splits that
+            `plan` may choose; with less, `plan` chooses fewer. It is 0 for kernels that do not split KV.
         """
         return self._size(qo_indptr, (num_qo_heads, num_kv_heads), args, options)
 
@@ -178,7 +178,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             page_size: tokens of a page.
             custom_mask: bool, the `[qo_len, kv_len]` masks of all requests, flattened and concatenated, in any shape;
                 True: the row attends to the key. It replaces causal, and may be on any device.
-            packed_custom_mask: uint8, the same masks as bits (little endian), each request from a new byte on, as
+            packed_custom_mask: uint8, the same masks as bits (little endian), each request starting at a new byte, as
                 `segment_packbits` makes them. It takes precedence over custom_mask.
             causal: a row attends to keys j <= p.
             pos_encoding_mode: "NONE", "ROPE_LLAMA" (keys and queries are rotated by their positions) or "ALIBI".
@@ -196,7 +196,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
                 token after the prefix; 0 at the delimiter before an item. Zeros at the end may be left out.
             token_pos_in_items_len: elements of each request in token_pos_in_items_ptr.
             max_item_len_ptr, seq_lens_q, uniform_q_len: hints without effect.
-            seq_lens: int32 or uint32 `[batch_size]`; lengths, instead of those by the last pages.
+            seq_lens: int32 or uint32 `[batch_size]`; the lengths, in place of those that the last pages give.
             block_tables: kept as `_block_tables`.
             max_token_per_sequence, max_sequence_kv: upper bounds of qo_len and kv_len, for backend "cudnn"; without
                 them plan synchronises. With use_cuda_graph those of the first plan hold.
@@ -289,8 +289,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
 
         Raises:
             RuntimeError: no plan.
-            ValueError: shape, dtype, device, stride, lse_base or lse_layout. Tables that lie: on the
-                CPU; on CUDA with FI_CHECK=1 at import, which synchronises.
+            ValueError: shape, dtype, device, stride, lse_base or lse_layout. Wrong contents of tables: on the CPU, and
+                on CUDA with FI_CHECK=1 at import, which synchronises.
             KeyError: the container of the cache.
         """
         plan = self._plan if self._call is not None else self._ready()

@@ -66,7 +66,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
         Args:
             q, paged_kv_cache: as in `BatchPrefillWithPagedKVCacheWrapper.run`.
-            sink: fp32 `[num_qo_heads]`, a natural logarithm that sm_scale does not multiply.
+            sink: fp32 `[num_qo_heads]`, a logit in base e, which sm_scale does not multiply.
             sm_scale: default that of the plan.
             options: other options of `BatchPrefillWithPagedKVCacheWrapper.run`.
 

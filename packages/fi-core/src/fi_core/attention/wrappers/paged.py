@@ -45,12 +45,12 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             last.
         mask_indptr_buf: int32 `[batch_size + 1]`, required with custom_mask_buf.
         backend: "auto"; "fa2" (mma.sync, every option); "fa3" (Hopper: head dims 64, 128, 256, or 192 with values of
-            128; q, k and v of one 16-bit or fp8 dtype, or fp8 k and v with a 16-bit q and head dims up to 192; output
-            of q's dtype, with fp8 k and v also of 16 bits; with an fp8 q softmax weights are rounded to e4m3; no custom
-            mask, no position encoding); "trtllm-gen" and "cutlass" mean "auto". "cudnn" runs cuDNN's kernels and
-            requires nvidia-cudnn-frontend: 16-bit tensors of one dtype, no mask except causal and window_left, no
-            position encoding, no soft cap, page sizes that are powers of 2. cuDNN uses float_workspace_buffer, and the
-            unused tokens of a request's last page must be finite.
+            128; q, k and v of one 16-bit or fp8 dtype, or fp8 k and v with a 16-bit q; output of q's dtype, with fp8 k
+            and v also of 16 bits; with an fp8 q softmax weights are rounded to e4m3; no custom mask, no position
+            encoding); "trtllm-gen" and "cutlass" mean "auto". "cudnn" runs cuDNN's kernels and requires
+            nvidia-cudnn-frontend: 16-bit tensors of one dtype, no mask except causal and window_left, no position
+            encoding, no soft cap, page sizes that are powers of 2. cuDNN uses float_workspace_buffer, and the unused
+            tokens of a request's last page must be finite.
         jit_args, jit_kwargs: a user's attention variant as arguments of `gen_customize_batch_prefill_module` without
             backend, for backend "auto", "fa2" or "fa3"; it is compiled here. Its tensors and scalars then follow the
             cache in `run`. A planned mask is applied in addition to the variant's, unless the variant declares

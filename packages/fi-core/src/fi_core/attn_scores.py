@@ -84,7 +84,7 @@ def fp8_paged_mqa_logits(
         out: fp32 `[batch * next_n, padded_seq_len(max_seq_len)]`, of which the result is a view; allocated if None.
 
     Returns:
-        fp32 `[batch * next_n, max_seq_len]`; what lies behind the keys of a row is not written.
+        fp32 `[batch * next_n, max_seq_len]`; columns after the keys of a row are not written.
 
     Raises:
         ValueError: a shape, device, layout or dtype of the result is wrong.

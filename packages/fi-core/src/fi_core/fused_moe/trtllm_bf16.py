@@ -176,7 +176,7 @@ def trtllm_bf16_routed_moe(
         output; without do_finalize `[rows [tokens * top_k, hidden], weights [tokens, top_k] bf16, positions
         [tokens * top_k] int32]`, where position t * top_k + j is the row of the j-th expert of token t, or -1.
         With gemm1_lora_delta `[output, positions, activated [tokens * top_k, inter]]`, and without do_finalize the
-        activated values behind the three: rows of `bgmv_moe_gemm2_lora_delta`.
+        activated values after the three: rows of `bgmv_moe_gemm2_lora_delta`.
 
     Raises:
         ValueError: A shape, layout, device or number does not fit; the text names the argument.

@@ -256,14 +256,14 @@ def trtllm_fp4_block_scale_routed_moe(
         topk_ids: int32 `[tokens, top_k]`, `expert << 16 | bits of the weight in bf16`; or a tuple of ids and weights.
         gemm1_lora_delta: `[tokens, top_k, n]`, bf16, contiguous: is added to the first product before the activation;
             the gate's columns first, then those of the linear projection (`bgmv_moe_gemm1_lora_delta`).
-        num_fused_shared_experts: experts behind num_experts; topk_ids has them where tokens are to have them.
+        num_fused_shared_experts: experts after num_experts; topk_ids lists them for the tokens that use them.
         others: as for `trtllm_fp4_block_scale_moe`; those about routing are accepted.
 
     Returns:
         `[output]`; without do_finalize `[rows [tokens * top_k, hidden], weights [tokens, top_k] bf16, positions
         [tokens * top_k] int32]`, where position t * top_k + j is the row of the j-th expert of token t, or -1.
         With gemm1_lora_delta `[output, positions, activated [tokens * top_k, inter]]`, and without do_finalize the
-        activated values behind the three: rows of `bgmv_moe_gemm2_lora_delta`.
+        activated values after the three: rows of `bgmv_moe_gemm2_lora_delta`.
 
     Raises:
         ValueError: A shape, layout, device or number does not fit; the text names the argument.

@@ -57,9 +57,9 @@ def cake_top_k_top_p_sampling_from_probs(
         philox_seed, philox_offset: its seed and offset; both or neither.
         out: int32 `[rows]`; allocated if None.
         renorm_out: fp32 `[rows, 1024]`: receives the probabilities of the slab divided by the sum of those that top_p
-            keeps, 0 for others; elements behind the slab stay.
+            keeps, 0 for others; elements after the slab stay.
         workspace: fp32 `[rows, 1024]`, int32 `[rows, 1024]` and int32 `[rows]`, which receive the probabilities and the
-            tokens of the slab, and its length; elements behind the slab stay.
+            tokens of the slab, and its length; elements after the slab stay.
         enable_pdl: accepted; programmatic dependent launch is on where the hardware has it.
 
     Returns:

@@ -85,26 +85,21 @@ def _resolved(path: str) -> Any:
 
 def _passed_on(path: str) -> list[inspect.Parameter]:
     """The parameters of which a function takes those behind its own as `*args, **options`; [] if it passes none on."""
-    from fi_core.attention.wrappers.arguments import SIZE_OPTIONS
     from fi_core.jit import ops
 
     owner, _, name = path.rpartition(".")
     word = name.removeprefix("gen_").removesuffix("_module")
-    if name == "workspace_size" and "Decode" in owner:
-        plan = inspect.signature(_resolved(f"{owner}.plan")).parameters
-        return [plan[option].replace(kind=_Parameter.POSITIONAL_OR_KEYWORD) for option in SIZE_OPTIONS]
     if owner == "jit" and word in ops._OPTIONS:
         option, (default, *_) = ops._OPTIONS[word]
         return [_Parameter(option, _Parameter.POSITIONAL_OR_KEYWORD, default=default)]
     others = {
-        "workspace_size": f"{owner}.plan", "forward_return_lse": f"{owner}.forward",
+        "forward_return_lse": f"{owner}.forward",
         "get_customize_batch_prefill_module": "jit.gen_customize_batch_prefill_module",
         "run": "BatchPrefillWithPagedKVCacheWrapper.run",
     }  # fmt: skip
     if name not in others:
         return []
-    found = inspect.signature(_resolved(others[name])).parameters.values()
-    return [p for p in found if p.name != "non_blocking" or name != "workspace_size"]
+    return [*inspect.signature(_resolved(others[name])).parameters.values()]
 
 
 def signature_of(path: str, value: Any) -> inspect.Signature:

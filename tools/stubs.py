@@ -1,4 +1,5 @@
-"""Writes the `__init__.pyi` of each package with lazy names: what type checkers and editors see of it.
+"""Writes what type checkers and editors see of names that are made at run time: the `__init__.pyi` of each package with
+lazy names, and the functions whose parameters other functions declare (fi_core.runtime.signature.takes).
 
 `python tools/stubs.py` writes the files; with --check it writes nothing and exits with 1 if one is out of date.
 """
@@ -13,12 +14,18 @@ import itertools
 import pkgutil
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 120  # of a line, as in pyproject.toml
+_WRITTEN = "Written by tools/stubs.py; do not edit."
+# Names in the annotations of derived functions, by the modules that define them, sorted.
+_HOMES = {"Sequence": "collections.abc", "Any": "typing"}
+_HOMES |= dict.fromkeys(("Cache", "Scale"), "fi_core.attention.contract")
+_HOMES |= dict.fromkeys(("Both", "One"), "fi_core.attention.custom_modules")
 PACKAGES = ("fi_core", "fi_core.attention", "fi_core.jit", "fi_core.testing")
 
 
@@ -51,7 +58,7 @@ def _functions(package: ModuleType) -> list[str]:
 
 def stub(package: ModuleType) -> str:
     """The text of a package's `__init__.pyi`."""
-    lines = [f'"""The names that {package.__name__} loads on first use. Written by tools/stubs.py; do not edit."""', ""]
+    lines = [f'"""The names that {package.__name__} loads on first use. {_WRITTEN}"""', ""]
     imports, functions = list(_imports(package)), _functions(package)
     if functions:
         lines += ["from collections.abc import Iterable", "from typing import Any", ""]
@@ -63,10 +70,39 @@ def stub(package: ModuleType) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _typed(name: str, function: Callable[..., Any]) -> str:
+    """A function as a stub has it."""
+    signature = inspect.signature(function)
+    taken = []
+    for p in signature.parameters.values():
+        taken += ["*"] if p.kind is p.KEYWORD_ONLY and "*" not in taken else []
+        kind = "Any" if p.name == "self" else p.annotation
+        taken.append(f"{p.name}: {kind}{'' if p.default is p.empty else ' = ...'}")
+    lines = ",\n    ".join(taken)
+    return f"def {name}(\n    {lines},\n) -> {signature.return_annotation}: ...\n"
+
+
+def derived() -> str:
+    """The text of the stub of fi_core.attention.derived: the functions that `takes` makes, by the names there."""
+    fi_core = importlib.import_module("fi_core")
+    for name in fi_core.__all__:
+        getattr(fi_core, name)  # imports the modules of all functions
+    functions = importlib.import_module("fi_core.runtime.signature").derived
+    text = "".join(_typed(name, functions[name]) for name in sorted(functions))
+    used = {word: home for word, home in _HOMES.items() if re.search(rf"[ \[]{word}\b", text)}
+    imports = [
+        f"from {home} import {', '.join(w for w in used if used[w] == home)}" for home in dict.fromkeys(used.values())
+    ]
+    own = next(i for i, line in enumerate(imports) if "fi_core" in line)
+    said = f'"""The functions that fi_core.runtime.signature.takes makes. {_WRITTEN}"""'
+    return "\n".join((said, "", *imports[:own], "", "import torch", "", *imports[own:], "", text))
+
+
 def stubs() -> dict[Path, str]:
     """Every stub file with the text it must have."""
-    packages = [importlib.import_module(name) for name in PACKAGES]
-    return {Path(str(package.__file__)).with_suffix(".pyi"): stub(package) for package in packages}
+    texts = {package: stub(package) for package in map(importlib.import_module, PACKAGES)}
+    texts[importlib.import_module("fi_core.attention.derived")] = derived()
+    return {Path(str(module.__file__)).with_suffix(".pyi"): text for module, text in texts.items()}
 
 
 def main() -> int:

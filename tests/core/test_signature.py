@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fi_core.runtime.signature import parameters, takes
+from fi_core.runtime.signature import derived, takes
 
 
 def declared(q: int, k: int, causal: bool = False, *, window_left: int = -1) -> None:
@@ -15,23 +15,28 @@ def declared(q: int, k: int, causal: bool = False, *, window_left: int = -1) -> 
 
 
 class Wrapper:
-    @takes(parameters(["self", "k", "causal", "*", "q"], declared, Any.__init__, q=None), causal="is_causal")
-    def run(self, given: dict[str, Any]) -> dict[str, Any]:
+    @takes("wrapper_run", ("self", "k", "scale", "is_causal=causal", "*", "q"), declared, q=None)
+    def run(self, given: dict[str, Any], scale: float = 1.0) -> tuple[dict[str, Any], float]:
         """Returns its arguments."""
-        return given
+        return given, scale
+
+
+run: Any = derived.pop("wrapper_run")  # known to checkers by its name alone
 
 
 def test_parameters_are_those_that_are_declared() -> None:
-    assert str(inspect.signature(Wrapper.run)) == (
-        "(self, k: 'int', is_causal: 'bool' = False, *, q: 'int | None' = None) -> 'dict[str, Any]'"
+    assert str(inspect.signature(run)) == (
+        "(self, k: 'int', scale: 'float' = 1.0, is_causal: 'bool' = False, *, q: 'int | None' = None)"
+        " -> 'tuple[dict[str, Any], float]'"
     )
-    assert Wrapper.run.__doc__ == "Returns its arguments." and Wrapper.run.__qualname__ == "Wrapper.run"
+    assert run is Wrapper.run and run.__doc__ == "Returns its arguments." and run.__qualname__ == "Wrapper.run"
 
 
 def test_arguments_have_their_declared_names() -> None:
-    assert Wrapper().run(3, q=4) == {"k": 3, "causal": False, "q": 4}  # type: ignore[call-arg, arg-type]
-    assert Wrapper().run(3, True) == {"k": 3, "causal": True, "q": None}  # type: ignore[call-arg, arg-type]
+    wrapper = Wrapper()
+    assert run(wrapper, 3, q=4) == ({"k": 3, "causal": False, "q": 4}, 1.0)
+    assert run(wrapper, 3, 2.0, True) == ({"k": 3, "causal": True, "q": None}, 2.0)
     with pytest.raises(TypeError, match=r"run\(\) missing 1 required positional argument: 'k'"):
-        Wrapper().run()  # type: ignore[call-arg]
+        run(wrapper)
     with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
-        Wrapper().run(3, causal=True)  # type: ignore[call-arg]
+        run(wrapper, 3, causal=True)

@@ -13,7 +13,10 @@ import torch
 
 import fi_core
 import fi_core.testing
-from fi_core.attention import BatchAttentionWithAttentionSinkWrapper
+from fi_core.attention import (
+    BatchAttentionWithAttentionSinkWrapper,
+    BatchPrefillWithCausalBidirectionalRangesWrapper,
+)
 from fi_core.testing import bench_gpu_time
 
 if TYPE_CHECKING:
@@ -64,6 +67,48 @@ def wrappers(q: torch.Tensor, cache: torch.Tensor, indptr: torch.Tensor) -> None
     prefill = fi_core.BatchPrefillWithPagedKVCacheWrapper(q.new_empty(1))
     prefill.plan(indptr, indptr, indptr, indptr, 32, 8, 128, 16, casual=True)  # type: ignore[call-arg]
     BatchAttentionWithAttentionSinkWrapper("workspace")  # type: ignore[arg-type]
+
+
+def derived(q: torch.Tensor, cache: torch.Tensor, indptr: torch.Tensor) -> None:
+    """Parameters that another function declares."""
+    decode = fi_core.BatchDecodeWithPagedKVCacheWrapper(q.new_empty(1), "NHD")
+    decode.forward(q, cache, "NONE", sm_scale=0.1)
+    decode.forward(q, cache, window="left")  # type: ignore[call-arg]
+    prefill = fi_core.BatchPrefillWithPagedKVCacheWrapper(q.new_empty(1))
+    prefill.forward(q, cache, casual=True)  # type: ignore[call-arg]
+    fi_core.BatchPrefillWithRaggedKVCacheWrapper(q.new_empty(1)).forward(q, q, q, causal="yes")  # type: ignore[arg-type]
+    blocks = fi_core.BlockSparseAttentionWrapper(q.new_empty(1))
+    blocks.forward(q, q, q, soft_cap=1.0)  # type: ignore[call-arg]
+    fi_core.VariableBlockSparseAttentionWrapper(q.new_empty(1)).forward(q, q)  # type: ignore[call-arg]
+    pod = fi_core.PODWithPagedKVCacheWrapper(q.new_empty(1))
+    pod.plan(indptr, indptr, indptr, 32, 8, 128, 16, "NONE", q_data_type=torch.bfloat16)
+    pod.plan(indptr, indptr, indptr, 32, 8, 128, 16, window_right=0)  # type: ignore[call-arg]
+    ranges = BatchPrefillWithCausalBidirectionalRangesWrapper(q.new_empty(1))
+    ranges.plan(indptr, indptr, indptr, indptr, 32, 8, 128, 16, rope_scale=1.0)  # type: ignore[call-arg]
+    ranges.forward(q, cache, indptr, causal=True)  # type: ignore[call-arg]
+    ragged = fi_core.BatchPrefillWithRaggedKVCacheWrapper(q.new_empty(1), kv_indptr_buf=indptr)
+    ragged.plan(indptr, indptr, 32, 8, 128, causal=True)
+    ragged.plan(indptr, indptr, 32, 8, 128, page_size=16)  # type: ignore[call-arg]
+    assert_type(ragged.workspace_size(indptr, indptr, 32, 8, 128), tuple[int, int])
+    prefill.workspace_size(indptr, indptr, indptr, indptr, 32, 8, 128, 16, non_blocking=True)  # type: ignore[call-arg]
+    decode.workspace_size(indptr, indptr, indptr, 32, 8, 128, 16, fixed_splits=4)  # type: ignore[call-arg]
+    fi_core.MultiLevelCascadeAttentionWrapper(2, q).plan([q], [q], [q], [q], 32, 8, head_dim_qk=128)  # type: ignore[call-arg]
+    prefix = fi_core.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(q)
+    prefix.begin_forward(indptr, indptr, indptr, 32, 8, 128, 16, q_data_type="float16")  # type: ignore[call-arg]
+    i, batch_pod = indptr, fi_core.BatchPODWithPagedKVCacheWrapper(q)
+    batch_pod.plan(i, i, i, i, i, i, i, i, 32, 8, 128, 16, causal=True)  # type: ignore[call-arg]
+    blocks.plan(indptr, indptr, 64, 64, 8, 8, 4, 4, 128, packed_mask=q, custom_mask=q)  # type: ignore[call-arg]
+    BatchAttentionWithAttentionSinkWrapper(q, jit_args=())  # type: ignore[call-arg]
+    BatchPrefillWithCausalBidirectionalRangesWrapper(q, backend="fa2")  # type: ignore[call-arg]
+    found = fi_core.decode.xqa_batch_decode_with_kv_cache(q, cache, q, indptr, indptr, 4096, q_cu_seq_lens=indptr)
+    assert_type(found, torch.Tensor)
+    fi_core.decode.xqa_batch_decode_with_kv_cache(q, cache, q, indptr, indptr, 4096, cum_seq_lens_q=q)  # type: ignore[call-arg]
+    fi_core.mla.xqa_batch_decode_with_kv_cache_mla(q, cache, q, 128, 512, 64, indptr, indptr, "64")  # type: ignore[arg-type]
+    jit = fi_core.jit
+    jit.gen_customize_batch_decode_module("uri", head_dim=128)  # type: ignore[call-arg]
+    jit.gen_customize_single_decode_module("uri", backend="fa2")  # type: ignore[call-arg]
+    jit.gen_customize_single_prefill_module("auto", "uri", idtype=torch.int32)  # type: ignore[call-arg]
+    jit.gen_customize_batch_attention_module("uri", use_sliding_window=True)  # type: ignore[call-arg]
 
 
 def lazy_packages() -> None:

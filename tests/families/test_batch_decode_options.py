@@ -297,9 +297,7 @@ def test_a_workspace_that_is_too_small_says_how_much_is_needed() -> None:
     none = (None,) * 10  # from logits_soft_cap on
     assert small.workspace_size(*p.plan_arguments(), "NONE", -1, *none) == (need, own)
     for option in ("non_blocking", "fixed_splits"):
-        with pytest.raises(
-            TypeError, match=f"workspace_size: no option is named {option}; there are pos_encoding_mode"
-        ):
+        with pytest.raises(TypeError, match=rf"workspace_size\(\) got an unexpected keyword argument '{option}'"):
             small.workspace_size(*p.plan_arguments(), **{option: True})
     assert small.workspace_size(*longer.plan_arguments(), "NONE", -1, *none, 1, False)[0] > need, "fixed_split_size"
 
@@ -332,7 +330,7 @@ def test_positional_options_warn() -> None:
     with pytest.warns(DeprecationWarning, match="plan: pass pos_encoding_mode, window_left by keyword"):
         wrapper.plan(*p.plan_arguments(), "NONE", 5, q_data_type="float16")
     assert engine(wrapper).window_left == 5
-    with pytest.raises(TypeError, match="plan: window_left given by position and by keyword"):
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'window_left'"):
         wrapper.plan(*p.plan_arguments(), "NONE", 5, window_left=-1)
     with pytest.raises(TypeError, match="plan: at most 16 options may go by position; got 17"):
         wrapper.plan(*p.plan_arguments(), *[None] * 17)

@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("attn_scores", "dsa_indexer", "logits_processor", "topk_varlen"),
     (
         "attention.contract",
+        "attention.derived",
         "attention.mask",
         "attention.reference",
         "attention.variant",

@@ -207,7 +207,7 @@ def last_value(indptr: torch.Tensor, name: str) -> int | None:
         ) from None
 
 
-def kv_lens(indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
+def kv_lens(indptr: torch.Tensor, last_page_len: torch.Tensor | int, page_size: int) -> torch.Tensor:
     """The kv_len of each request by its pages, on the device of the tables."""
     pages = indptr.diff()
     return ((pages - 1) * page_size + last_page_len) * (pages > 0)

@@ -7,10 +7,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from fi_core.attention import derived
 from fi_core.attention.custom import ROPE, CustomAttention, VariantModule, variant_module
 from fi_core.observe.describe import words
 from fi_core.runtime.lazy import torch
-from fi_core.runtime.signature import parameters, takes
+from fi_core.runtime.signature import takes
 from fi_core.utils import canonicalize_torch_dtype
 
 One: TypeAlias = VariantModule[CustomAttention]
@@ -96,10 +97,11 @@ def gen_customize_batch_prefill_module(
     return module(fp8_enabled=fp8_enabled, backend=backend)
 
 
-def _parameters(without: str) -> list[inspect.Parameter]:
-    """Of gen_customize_batch_prefill_module, without these."""
-    names = inspect.signature(gen_customize_batch_prefill_module).parameters
-    return parameters([name for name in names if name not in words(without)], gen_customize_batch_prefill_module)
+def _without(names: str) -> list[str]:
+    """The parameters of gen_customize_batch_prefill_module without these."""
+    return [
+        name for name in inspect.signature(gen_customize_batch_prefill_module).parameters if name not in words(names)
+    ]
 
 
 def _variant(op: str, given: Mapping[str, Any], **options: Any) -> One:
@@ -108,7 +110,10 @@ def _variant(op: str, given: Mapping[str, Any], **options: Any) -> One:
     return variant_module(op, given["uri"], dtypes, dims, declared, given["pos_encoding_mode"], **options)
 
 
-@takes(_parameters("backend idtype use_fp16_qk_reduction fp8_enabled paged_kv_stride_mode module_surface"))
+_SINGLE = _without("backend idtype use_fp16_qk_reduction fp8_enabled paged_kv_stride_mode module_surface")
+
+
+@takes(derived.single_decode_module, _SINGLE, gen_customize_batch_prefill_module)
 def gen_customize_single_decode_module(given: dict[str, Any]) -> One:
     """Decode of one request with a variant, for `single_decode_with_kv_cache_with_jit_module`.
 
@@ -120,7 +125,10 @@ def gen_customize_single_decode_module(given: dict[str, Any]) -> One:
     return _variant("single_attention", given, few=True)
 
 
-@takes(_parameters("idtype paged_kv_stride_mode module_surface"))
+_PREFILL = _without("idtype paged_kv_stride_mode module_surface")
+
+
+@takes(derived.single_prefill_module, _PREFILL, gen_customize_batch_prefill_module)
 def gen_customize_single_prefill_module(given: dict[str, Any]) -> One:
     """Prefill of one request with a variant, for `single_prefill_with_kv_cache_with_jit_module`.
 
@@ -136,10 +144,10 @@ def gen_customize_single_prefill_module(given: dict[str, Any]) -> One:
     return _variant("single_attention", given, fp8_enabled=given["fp8_enabled"])
 
 
-_DECODE = _parameters("backend use_fp16_qk_reduction fp8_enabled paged_kv_stride_mode module_surface")
+_DECODE = _without("backend use_fp16_qk_reduction fp8_enabled paged_kv_stride_mode module_surface")
 
 
-@takes(_DECODE)
+@takes(derived.batch_decode_module, _DECODE, gen_customize_batch_prefill_module)
 def gen_customize_batch_decode_module(given: dict[str, Any]) -> One:
     """Batch decode with a variant: `jit_args` and `jit_kwargs` of BatchDecodeWithPagedKVCacheWrapper are its arguments.
 
@@ -149,11 +157,11 @@ def gen_customize_batch_decode_module(given: dict[str, Any]) -> One:
     return _variant("batch_decode", given)
 
 
-_PROFILER = inspect.Parameter("use_profiler", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False, annotation="bool")
+_MIXED = [*(name for name in _DECODE if name != "use_sliding_window"), "use_profiler"]
 
 
-@takes([*(p for p in _DECODE if p.name != "use_sliding_window"), _PROFILER])
-def gen_customize_batch_attention_module(given: dict[str, Any]) -> Both:
+@takes(derived.batch_attention_module, _MIXED, gen_customize_batch_prefill_module)
+def gen_customize_batch_attention_module(given: dict[str, Any], use_profiler: bool = False) -> Both:
     """A mixed batch with a variant: `jit_args` of BatchAttention and BatchPODWithPagedKVCacheWrapper are its arguments.
 
     The arguments that are not listed are those of gen_customize_batch_prefill_module.
@@ -165,7 +173,7 @@ def gen_customize_batch_attention_module(given: dict[str, Any]) -> Both:
     Raises:
         NotImplementedError: use_profiler.
     """
-    if given.pop("use_profiler"):
+    if use_profiler:
         raise NotImplementedError("use_profiler: not supported, profile with fi-bench or Nsight; pass False")
     prefill, decode = gen_customize_batch_prefill_module("auto", **given), gen_customize_batch_decode_module(**given)
     return _both(prefill, decode, f"batch_attention_{given['uri']}")

@@ -7,7 +7,9 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from inspect import Parameter
-from typing import Any
+from typing import Any, TypeVar
+
+F = TypeVar("F")
 
 
 def define(name: str, parameters: Sequence[str], body: str, scope: dict[str, Any]) -> Callable[..., Any]:
@@ -46,24 +48,35 @@ def parameters(names: Iterable[str], *declared: Callable[..., Any], **defaults: 
     return [*by_position, *(known[name].replace(kind=Parameter.KEYWORD_ONLY) for name in names[at + 1 :])]
 
 
-def takes(parameters: Sequence[Parameter], **renamed: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a function of a dictionary: it becomes one of these parameters, which are declared elsewhere.
+derived: dict[str, Callable[..., Any]] = {}  # what `takes` makes, by names, for tools/stubs.py
 
-    A method has `self` as the first of them. renamed: what callers call a parameter, by its name in the dictionary.
+
+def takes(
+    like: F, names: Iterable[str], *declared: Callable[..., Any], **defaults: Any
+) -> Callable[[Callable[..., Any]], F]:
+    """Decorates a function of a dictionary: it becomes one of `parameters`, which other functions declare, or itself.
+
+    like: its name in `derived`, and to a checker its type. names: new=old is a parameter that is called old where it is
+    declared, and in the dictionary. A method has `self` as the first. What the function itself declares it is given
+    beside the dictionary.
     """
-    shown = [p.replace(name=renamed.get(p.name, p.name)) for p in parameters]
-    given = [(p.name, own.name) for p, own in zip(parameters, shown)]
-    start = int(shown[0].name == "self")
-    values = f"{'self, ' * start}{{{', '.join(f'{name!r}: {own}' for name, own in given[start:])}}}"
-    usual = [p for p in shown if p.default is not p.empty]
+    pairs = [name.partition("=")[::2] for name in names]
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        scope = {**function.__globals__, "function": function}
-        made = redefine(function, shown, f"return function({values})", scope)
+    def decorate(function: Callable[..., Any]) -> F:
+        found = iter(parameters([old or new for new, old in pairs], function, *declared, **defaults))
+        shown = [next(found).replace(name=new) for new, _ in pairs if new != "*"]
+        start, scope = int(shown[0].name == "self"), {**function.__globals__, "function": function}
+        own = [p.name for p in [*inspect.signature(function).parameters.values()][start + 1 :]]
+        given = [f"{old or new!r}: {new}" for new, old in pairs[start:] if new not in (*own, "*")]
+        values = [*["self"] * start, f"{{{', '.join(given)}}}", *(f"{name}={name}" for name in own)]
+        made = redefine(function, shown, f"return function({', '.join(values)})", scope)
+        usual = [p for p in shown if p.default is not p.empty]
         made.__defaults__ = tuple(p.default for p in usual if p.kind is not p.KEYWORD_ONLY)
         made.__kwdefaults__ = {p.name: p.default for p in usual if p.kind is p.KEYWORD_ONLY}
         functools.update_wrapper(made, function)
+        del made.__wrapped__  # whose parameters are others
         made.__signature__ = inspect.Signature(shown, return_annotation=inspect.signature(function).return_annotation)
+        derived[str(like)] = made
         return made  # type: ignore[no-any-return]
 
     return decorate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from fi_core.attention import contract
+from fi_core.attention import contract, derived
 from fi_core.attention.contract import LAYOUTS, Cache, Scale, code, op_scales, row_elements, scales_of, viewed
 from fi_core.attention.forms import tables_trace
 from fi_core.attention.forms.tables_plan import BlockTablesPlan, buffers_in, step_of
@@ -18,7 +18,7 @@ from fi_core.runtime.errors import unsupported
 from fi_core.runtime.invariance import is_on
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import with_lse
-from fi_core.runtime.signature import parameters, takes
+from fi_core.runtime.signature import takes
 from fi_core.utils import ceil_div, check_shape_dtype_device, int32_index
 
 _BACKENDS: dict[str, int] = dict.fromkeys(("auto", "trtllm-gen", "xqa"), 0)
@@ -318,12 +318,12 @@ def trtllm_batch_decode_with_kv_cache(
 
 _OF_XQA = words(
     "query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale bmm2_scale window_left out sinks",
-    "kv_layout enable_pdl q_len_per_req o_scale mask kv_cache_sf cum_seq_lens_q * disable_split_kv",
+    "kv_layout enable_pdl q_len_per_req o_scale mask kv_cache_sf q_cu_seq_lens=cum_seq_lens_q * disable_split_kv",
 )
 
 
 @fi_api
-@takes(parameters(_OF_XQA, trtllm_batch_decode_with_kv_cache, kv_layout="NHD"), cum_seq_lens_q="q_cu_seq_lens")
+@takes(derived.xqa_decode, _OF_XQA, trtllm_batch_decode_with_kv_cache, kv_layout="NHD")
 def xqa_batch_decode_with_kv_cache(given: dict[str, Any]) -> torch.Tensor:
     """`trtllm_batch_decode_with_kv_cache` with "NHD" as the default layout; the output has the dtype of out or query.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from fi_core.attention import derived
 from fi_core.attention.contract import Scale, check_backend, check_workspace, flat_tables, number, results
 from fi_core.attention.ops import mla as ops
 from fi_core.observe.describe import words
@@ -12,7 +13,7 @@ from fi_core.page.latent import WIDTH, latent_cache
 from fi_core.runtime.invariance import is_on
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import with_lse
-from fi_core.runtime.signature import parameters, takes
+from fi_core.runtime.signature import takes
 from fi_core.utils import round_up
 
 _BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen", "xqa", "cute-dsl")
@@ -197,10 +198,10 @@ _OF_XQA = words(
 )
 
 
-@takes(parameters(_OF_XQA, trtllm_batch_decode_with_kv_cache_mla))
-def xqa_batch_decode_with_kv_cache_mla(given: dict[str, Any]) -> Any:
+@takes(derived.xqa_mla, _OF_XQA, trtllm_batch_decode_with_kv_cache_mla)
+def xqa_batch_decode_with_kv_cache_mla(given: dict[str, Any]) -> torch.Tensor:
     """`trtllm_batch_decode_with_kv_cache_mla` for dense attention, under XQA's name."""
-    return trtllm_batch_decode_with_kv_cache_mla(**given)
+    return trtllm_batch_decode_with_kv_cache_mla(**given)  # type: ignore[no-any-return]
 
 
 class Tables(NamedTuple):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from fi_core.attention import contract
@@ -30,40 +29,27 @@ _POSITIONAL = words(
     "rope_theta non_blocking block_tables seq_lens fixed_split_size disable_split_kv q_len_per_req",
 )
 _FIXED = 8  # positional parameters of plan, self included
-SIZE_OPTIONS = tuple(name for name in _POSITIONAL if name != "non_blocking")  # of workspace_size
-
-
-def by_name(function: str, names: Sequence[str], values: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The options, with values that are given by position under these names. Raises TypeError as a call does."""
-    if len(values) > len(names):
-        raise TypeError(f"{function}: at most {len(names)} options may go by position; got {len(values)}")
-    named = dict(zip(names, values))
-    twice = [name for name in named if name in options]
-    if twice:
-        raise TypeError(f"{function}: {', '.join(twice)} given by position and by keyword")
-    return {**named, **options}
-
-
-def options_of_size(names: Sequence[str], values: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """`by_name` of workspace_size, which has no other options. Raises TypeError for one."""
-    given = by_name("workspace_size", names, values, options)
-    unknown = [name for name in options if name not in names]
-    if unknown:
-        raise TypeError(f"workspace_size: no option is named {', '.join(unknown)}; there are {', '.join(names)}")
-    return given
+SIZE_OPTIONS = (
+    *(name for name in _POSITIONAL if name != "non_blocking"),
+    "*",
+    "window_right",
+    "is_causal",
+)  # of workspace_size
 
 
 def deprecated_positional(plan: F) -> F:
     """Accepts the keyword-only options of `plan` by position, with a warning."""
 
     @functools.wraps(plan)
-    def wrapper(*args: Any, **options: Any) -> Any:
+    def wrapper(*args: Any, **options: Any) -> None:
         if len(args) > _FIXED:
-            more = args[_FIXED:]
-            options = by_name(plan.__name__, _POSITIONAL, more, options)
-            names = ", ".join(_POSITIONAL[: len(more)])
-            warnings.warn(f"{plan.__name__}: pass {names} by keyword", DeprecationWarning, stacklevel=2)
-        return plan(*args[:_FIXED], **options)
+            named = dict(zip(_POSITIONAL, args[_FIXED:]))
+            if len(named) < len(args) - _FIXED:
+                raise TypeError(f"plan: at most {len(named)} options may go by position; got {len(args) - _FIXED}")
+            plan(*args[:_FIXED], **named, **options)
+            warnings.warn(f"plan: pass {', '.join(named)} by keyword", DeprecationWarning, stacklevel=2)
+        else:
+            plan(*args, **options)
 
     return wrapper  # type: ignore[return-value]
 
@@ -199,17 +185,9 @@ def items_fields(
     return {**fields, "items": items.view(torch.uint16).view(batch, length)}
 
 
-def size_options(plan: Callable[..., None], args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of workspace_size behind num_kv_heads that are not None: those of plan without non_blocking."""
-    names = [name for name in inspect.signature(plan).parameters if name != "non_blocking"]
-    given = options_of_size(names[names.index("num_kv_heads") + 1 :], args, options)
-    return {name: value for name, value in given.items() if value is not None}
-
-
 def plan_of_size(own: PrefillPlan, heads: tuple[int, int], given: dict[str, Any]) -> tuple[PrefillPlan, str]:
-    """A plan with what sizes of workspaces depend on, and its mask. given: of `size_options`."""
-    if "head_dim_qk" not in given:
-        raise TypeError("workspace_size() missing the required argument head_dim_qk")
+    """A plan with what sizes of workspaces depend on, and its mask. given: arguments of `plan` behind num_kv_heads."""
+    given = {name: value for name, value in given.items() if value is not None}
     dim, page_size = given["head_dim_qk"], given.get("page_size", 1)
     dim_vo = given.get("head_dim_vo", dim)
     contract.check_shape(*heads, page_size, head_dim_qk=dim, head_dim_vo=dim_vo)

@@ -17,7 +17,7 @@ from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.machine import rehearsal
-from fi_core.runtime.signature import parameters, takes
+from fi_core.runtime.signature import F, takes
 from fi_core.utils import PosEncodingMode, check_shape_dtype_device, int32_index
 
 if TYPE_CHECKING:
@@ -147,9 +147,8 @@ def _returning_lse(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 _OF_PLAN = (*contract.Scores._fields, "causal", "window_left")
 
 
-def older_form(run: Any, plan: Callable[..., Any], *names: str) -> Callable[..., Any]:
-    """`forward` of a wrapper, with the parameters of these names as `plan` and `run` declare them."""
-    taken = parameters(words("self", *names), plan, run)
+def older_form(like: F, run: Any, plan: Callable[..., Any], *names: str) -> F:
+    """`forward` of a wrapper, with the parameters of these names as `plan` and `run` declare them. like: of `takes`."""
 
     def forward(self: Any, given: dict[str, Any]) -> Any:
         """The older form of `run`. Its options replace those of the plan from then on; omitted ones get defaults."""
@@ -161,7 +160,7 @@ def older_form(run: Any, plan: Callable[..., Any], *names: str) -> Callable[...,
         return self.run(**given)
 
     forward.__qualname__, forward.__module__ = f"{run.__qualname__.rpartition('.')[0]}.forward", run.__module__
-    return takes(taken)(forward)
+    return takes(like, words("self", *names), plan, run)(forward)
 
 
 class PlanState:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from inspect import signature
 from typing import Any
 
+from fi_core.attention import derived
 from fi_core.attention.contract import Cache, check_shape, dtype_of, encoding, type_fields
 from fi_core.attention.wrappers import pattern_trace
 from fi_core.attention.wrappers.base import older_form
@@ -14,7 +15,7 @@ from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import refuse, unsupported
 from fi_core.runtime.lazy import torch
-from fi_core.runtime.signature import parameters, takes
+from fi_core.runtime.signature import takes
 
 _VARIANT = r"""
 struct CausalOrInRange : AttentionVariantBase {
@@ -49,7 +50,11 @@ _MASKS = words(
 )
 _OTHERS = words("rope_scale rope_theta seq_lens seq_lens_q block_tables uniform_q_len")  # of the paged wrapper's plan
 _OF_PLAN = [name for name in signature(BatchPrefillWithPagedKVCacheWrapper.plan).parameters if name not in _OTHERS]
-_COMPILED = ("head_dim_qk", "head_dim_vo", "q_data_type", "kv_data_type", "o_data_type")
+_OF_PAGED = words(
+    "self float_workspace_buffer kv_layout use_cuda_graph qo_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf",
+    "paged_kv_last_page_len_buf",
+)  # of the constructor
+_TYPES = ("q_data_type", "kv_data_type", "o_data_type")
 
 
 def variant(types: tuple[torch.dtype, ...], dims: tuple[int, int]) -> tuple[Any, ...]:
@@ -82,34 +87,29 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         CompileError: no compiler for the variant. Other errors are those of BatchPrefillWithPagedKVCacheWrapper.
     """
 
-    def __init__(
-        self,
-        float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf: torch.Tensor | None = None,
-        paged_kv_indptr_buf: torch.Tensor | None = None,
-        paged_kv_indices_buf: torch.Tensor | None = None,
-        paged_kv_last_page_len_buf: torch.Tensor | None = None,
-        pos_encoding_mode: str = "NONE",
-        q_data_type: torch.dtype | str = "bfloat16",
-        kv_data_type: torch.dtype | str = "bfloat16",
-        o_data_type: torch.dtype | str | None = None,
-        head_dim_qk: int = 128,
-        head_dim_vo: int = 128,
-    ) -> None:
-        refuse("rotate queries and keys before", pos_encoding_mode=encoding(pos_encoding_mode))
-        check_shape(1, 1, 1, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo)
-        types = tuple(type_fields(q_data_type, kv_data_type, o_data_type).values())
-        self._compiled = dict(zip(_COMPILED, (head_dim_qk, head_dim_vo, *types)))
-        buffers = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
-        jit_args = variant(types, (head_dim_qk, head_dim_vo))
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, *buffers, jit_args=jit_args)
+    @takes(
+        derived.ranges_init,
+        (*_OF_PAGED, "pos_encoding_mode", "q_data_type", "kv_data_type", "o_data_type", "head_dim_qk", "head_dim_vo"),
+        BatchPrefillWithPagedKVCacheWrapper.__init__,
+        BatchPrefillWithPagedKVCacheWrapper.plan,
+        q_data_type="bfloat16",
+        kv_data_type="bfloat16",
+        head_dim_qk=128,
+        head_dim_vo=128,
+    )
+    def __init__(self, given: dict[str, Any]) -> None:
+        refuse("rotate queries and keys before", pos_encoding_mode=encoding(given["pos_encoding_mode"]))
+        dims = {name: given[name] for name in ("head_dim_qk", "head_dim_vo")}
+        check_shape(1, 1, 1, **dims)
+        types = tuple(type_fields(*(given[name] for name in _TYPES)).values())
+        self._compiled = {**dims, **dict(zip(_TYPES, types))}
+        jit_args = variant(types, (dims["head_dim_qk"], dims["head_dim_vo"]))
+        super().__init__(**{name: given[name] for name in _OF_PAGED[1:]}, jit_args=jit_args)
         self._variant_owns_mask = True  # on Hopper's kernel too, which the argument of that name excludes
 
     @fi_api
-    @takes(parameters(_OF_PLAN, BatchPrefillWithPagedKVCacheWrapper.plan, q_data_type=None))
-    def plan(self, given: dict[str, Any]) -> None:
+    @takes(derived.ranges_plan, _OF_PLAN, BatchPrefillWithPagedKVCacheWrapper.plan, q_data_type=None)
+    def plan(self, given: dict[str, Any]) -> None:  # type: ignore[override]
         """Plans the next `run` calls: `BatchPrefillWithPagedKVCacheWrapper.plan`.
 
         Args:
@@ -134,7 +134,12 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
                 raise ValueError(f"{name}: {compiled} of the constructor is required; got {value}")
         super().plan(**{**given, **self._compiled})
 
-    begin_forward = plan
+    begin_forward = plan  # type: ignore[assignment]
+
+    @takes(derived.ranges_workspace_size, [name for name in _OF_PLAN if name != "non_blocking"], plan)
+    def workspace_size(self, given: dict[str, Any]) -> tuple[int, int]:  # type: ignore[override]
+        """As `BatchPrefillWithPagedKVCacheWrapper.workspace_size`, with arguments of this `plan`."""
+        return self._size(given["qo_indptr"], given)
 
     @fi_api(trace=pattern_trace.ranges, planned=pattern_trace.PLANNED_RANGES)
     @checked
@@ -189,8 +194,9 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         options: dict[str, Any] = {"enable_pdl": enable_pdl, "kv_cache_sf": kv_cache_sf}
         return super().run(q, paged_kv_cache, *args, out=out, lse=lse, return_lse=return_lse, **scales, **options)
 
-    forward = fi_api(
+    forward = fi_api(  # type: ignore[assignment]
         older_form(
+            derived.ranges_forward,
             run,
             plan,
             "q paged_kv_cache bidirectional_ranges causal_window_left range_window_left q_scale k_scale v_scale",

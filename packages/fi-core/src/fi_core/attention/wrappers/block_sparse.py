@@ -7,15 +7,30 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fi_core.attention.contract import Scores, check_shape
+from fi_core.attention import derived
+from fi_core.attention.contract import check_shape
 from fi_core.attention.wrappers import pattern_trace
 from fi_core.attention.wrappers.base import AroundWrapper, ReturnsLse, older_form
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.checked import checked
+from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame, refuse
 from fi_core.runtime.lazy import torch
+from fi_core.runtime.signature import takes
 from fi_core.utils import _check_writable, check_shape_dtype_device, int32_index
+
+_OF_BLOCKS = words(
+    "self indptr indices M N R C num_qo_heads num_kv_heads head_dim=head_dim_qk mask=custom_mask",
+    "packed_mask=packed_custom_mask causal pos_encoding_mode use_fp16_qk_reduction logits_soft_cap sm_scale rope_scale",
+    "rope_theta q_data_type kv_data_type o_data_type non_blocking block_mask kv_block_lens q2k_indices q2k_num",
+    "kv_splits use_clc q_scale k_scale v_scale",
+)
+_OF_HEAD_BLOCKS = words(
+    "self block_mask_map block_row_sz block_col_sz num_qo_heads num_kv_heads head_dim=head_dim_qk causal",
+    "pos_encoding_mode use_fp16_qk_reduction logits_soft_cap sm_scale rope_scale rope_theta non_blocking q_data_type",
+    "kv_data_type",
+)
 
 
 def _pattern(
@@ -85,30 +100,16 @@ class BlockSparseAttentionWrapper(PatternWrapper):
     """
 
     @fi_api
+    @takes(derived.blocks_plan, _OF_BLOCKS, BatchPrefillWithPagedKVCacheWrapper.plan, o_data_type="float16")
     def plan(
         self,
+        given: dict[str, Any],
         indptr: torch.Tensor,
         indices: torch.Tensor,
         M: int,
         N: int,
         R: int,
         C: int,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        mask: torch.Tensor | None = None,
-        packed_mask: torch.Tensor | None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: torch.dtype | str = "float16",
-        kv_data_type: torch.dtype | str | None = None,
-        o_data_type: torch.dtype | str = "float16",
-        non_blocking: bool = True,
         block_mask: torch.Tensor | None = None,
         kv_block_lens: torch.Tensor | None = None,
         q2k_indices: torch.Tensor | None = None,
@@ -146,6 +147,7 @@ class BlockSparseAttentionWrapper(PatternWrapper):
         forms = {"block_mask": block_mask, "kv_block_lens": kv_block_lens, "q2k_indices": q2k_indices}
         refuse("pass the pattern as indptr and indices", **forms, q2k_num=q2k_num)
         begins, columns = _pattern(indptr, indices, M, N, R, C)
+        mask, packed_mask = given["custom_mask"], given["packed_custom_mask"]
         begins, columns, mask = _without_padding(begins, columns, N // C, mask, packed_mask)
         qo_indptr = (torch.arange(len(begins)) * R).clamp(max=M)
         if packed_mask is None and mask is not None:
@@ -153,10 +155,7 @@ class BlockSparseAttentionWrapper(PatternWrapper):
         self._shape = N, C
         self._scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         tables = (*map(int32_index, (qo_indptr, begins, columns)), torch.full((len(begins) - 1,), C, dtype=torch.int32))
-        options = Scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)._asdict()
-        options |= {"q_data_type": q_data_type, "kv_data_type": kv_data_type, "o_data_type": o_data_type}
-        options |= {"custom_mask": mask, "packed_custom_mask": packed_mask, "causal": causal}
-        self._inner.plan(*tables, num_qo_heads, num_kv_heads, head_dim, C, non_blocking=non_blocking, **options)
+        self._inner.plan(*tables, page_size=C, **{**given, "custom_mask": mask})
         self._described = {"indptr": indptr, "indices": indices, "R": R, "C": C}
 
     begin_forward = plan
@@ -201,6 +200,7 @@ class BlockSparseAttentionWrapper(PatternWrapper):
         )
 
     forward = older_form(
+        derived.blocks_forward,
         run,
         plan,
         "q k v scale_q scale_k scale_v pos_encoding_mode use_fp16_qk_reduction logits_soft_cap sm_scale",
@@ -251,24 +251,13 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
     """
 
     @fi_api
+    @takes(derived.head_blocks_plan, _OF_HEAD_BLOCKS, BatchPrefillWithPagedKVCacheWrapper.plan)
     def plan(
         self,
+        given: dict[str, Any],
         block_mask_map: torch.Tensor,
         block_row_sz: torch.Tensor,
         block_col_sz: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        non_blocking: bool = True,
-        q_data_type: torch.dtype | str = "float16",
-        kv_data_type: torch.dtype | str | None = None,
     ) -> None:
         """Plans the next `run` calls. It synchronises, to read the sizes of blocks.
 
@@ -285,7 +274,8 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
             ValueError: shapes, or sums that differ. Other errors are those of that function.
         """
         self._inner._forget_plan()
-        check_shape(num_qo_heads, num_kv_heads, 1, head_dim=head_dim)
+        num_qo_heads, num_kv_heads = given.pop("num_qo_heads"), given.pop("num_kv_heads")
+        check_shape(num_qo_heads, num_kv_heads, 1, head_dim=given["head_dim_qk"])
         _check_sizes(block_mask_map, block_row_sz, block_col_sz, num_kv_heads)
         try:
             rows, columns, mask = block_row_sz.cpu().long(), block_col_sz.cpu().long(), block_mask_map != 0
@@ -307,9 +297,7 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
         last = torch.full((rows.numel(),), page_size, dtype=torch.int32)
         self._shape = num_kv_heads, qo_len, kv_len, page_size, num_qo_heads // num_kv_heads
         tables = (offsets(rows), offsets(selected.sum(2)), (head * pages + page).int(), last)
-        options = Scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)._asdict()
-        options |= {"q_data_type": q_data_type, "kv_data_type": kv_data_type, "causal": causal}
-        self._inner.plan(*tables, self._shape[4], 1, head_dim, page_size, non_blocking=non_blocking, **options)
+        self._inner.plan(*tables, self._shape[4], 1, page_size=page_size, **given)
         sizes = {"block_row_sz": block_row_sz, "block_col_sz": block_col_sz}
         self._described = {"block_mask_map": block_mask_map, **sizes}
 
@@ -364,5 +352,8 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
         return result if row_lse is None else (result, by_head(row_lse))
 
     forward = older_form(
-        run, plan, "q k v pos_encoding_mode use_fp16_qk_reduction logits_soft_cap sm_scale rope_scale rope_theta"
+        derived.head_blocks_forward,
+        run,
+        plan,
+        "q k v pos_encoding_mode use_fp16_qk_reduction logits_soft_cap sm_scale rope_scale rope_theta",
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from fi_core.attention.contract import Cache, Scores, unpack
+from fi_core.attention import derived
+from fi_core.attention.contract import Cache, unpack
 from fi_core.attention.forms.single import single_prefill_with_kv_cache_return_lse
 from fi_core.attention.merge import merge_state_in_place
 from fi_core.attention.wrappers import pattern_trace, trace
@@ -13,12 +14,27 @@ from fi_core.attention.wrappers.base import AroundWrapper
 from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.checked import checked
+from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.lazy import torch
+from fi_core.runtime.signature import takes
 from fi_core.utils import int32_index
 
 Tables: TypeAlias = "Sequence[torch.Tensor]"
 _MOST_LEVELS = 64
+_OF_PLAN = words(
+    "self qo_indptr_arr paged_kv_indptr_arr paged_kv_indices_arr paged_kv_last_page_len num_qo_heads num_kv_heads",
+    "head_dim=head_dim_qk page_size causal pos_encoding_mode use_fp16_qk_reduction sm_scale window_left",
+    "logits_soft_cap rope_scale rope_theta q_data_type kv_data_type",
+)
+_OF_DECODE = words(
+    "self unique_kv_indptr=indptr unique_kv_indices=indices unique_kv_last_page_len=last_page_len num_qo_heads",
+    "num_kv_heads head_dim page_size data_type",
+)
+_OF_PREFILL = words(
+    "self qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads",
+    "head_dim=head_dim_qk page_size q_data_type",
+)
 _BUFFERS = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
 
 
@@ -93,26 +109,14 @@ class MultiLevelCascadeAttentionWrapper:
             wrapper.reset_workspace_buffer(float_workspace_buffer, buffer)
 
     @fi_api
+    @takes(derived.cascade_plan, _OF_PLAN, BatchPrefillWithPagedKVCacheWrapper.plan)
     def plan(
         self,
+        given: dict[str, Any],
         qo_indptr_arr: Sequence[torch.Tensor],
         paged_kv_indptr_arr: Sequence[torch.Tensor],
         paged_kv_indices_arr: Sequence[torch.Tensor],
         paged_kv_last_page_len: Sequence[torch.Tensor],
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: torch.dtype | str = "float16",
-        kv_data_type: torch.dtype | str | None = None,
     ) -> None:
         """Plans the next `run` calls, one prefill per level. It does not synchronise.
 
@@ -140,13 +144,11 @@ class MultiLevelCascadeAttentionWrapper:
             paged_kv_last_page_len=paged_kv_last_page_len,
         )
         tables = qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len
-        self._joined = bool(pos_encoding_mode != "NONE" or window_left >= 0)
-        planned = [_joined(*tables, page_size)] if self._joined else list(zip(*tables))
-        shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        options = Scores(pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta)._asdict()
-        options |= {"window_left": window_left, "q_data_type": q_data_type, "kv_data_type": kv_data_type}
+        self._joined = bool(given["pos_encoding_mode"] != "NONE" or given["window_left"] >= 0)
+        planned = [_joined(*tables, given["page_size"])] if self._joined else list(zip(*tables))
+        causal = given.pop("causal")
         for wrapper, level in zip(self._planned_levels, planned):
-            wrapper.plan(*level, *shape, causal=causal and wrapper is self._last, **options)
+            wrapper.plan(*level, causal=causal and wrapper is self._last, **given)
 
     begin_forward = plan
 
@@ -265,21 +267,10 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
         super().__init__(BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout))
 
     @fi_api
-    def begin_forward(
-        self,
-        unique_kv_indptr: torch.Tensor,
-        unique_kv_indices: torch.Tensor,
-        unique_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        data_type: torch.dtype | str = "float16",
-    ) -> None:
+    @takes(derived.decode_prefix_plan, _OF_DECODE, BatchDecodeWithPagedKVCacheWrapper.plan, data_type="float16")
+    def begin_forward(self, given: dict[str, Any]) -> None:
         """Plans the unique keys: `BatchDecodeWithPagedKVCacheWrapper.plan`, with data_type for q, keys and values."""
-        tables, shape = (unique_kv_indptr, unique_kv_indices), (num_qo_heads, num_kv_heads, head_dim, page_size)
-        types = {"q_data_type": data_type, "kv_data_type": data_type}
-        self._inner.plan(*tables, unique_kv_last_page_len, *shape, **types)
+        self._inner.plan(**given, q_data_type=None)
 
     plan = begin_forward
 
@@ -318,26 +309,15 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
         super().__init__(BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout))
 
     @fi_api
-    def begin_forward(
-        self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        q_data_type: torch.dtype | str = "float16",
-    ) -> None:
+    @takes(derived.prefill_prefix_plan, _OF_PREFILL, BatchPrefillWithPagedKVCacheWrapper.plan)
+    def begin_forward(self, given: dict[str, Any]) -> None:
         """Plans the unique keys: `BatchPrefillWithPagedKVCacheWrapper.plan`.
 
         Args:
             q_data_type: of q, keys and values (not an argument of FlashInfer).
             others: as in that function.
         """
-        tables = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
-        self._inner.plan(*tables, num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type=q_data_type)
+        self._inner.plan(**given)
 
     plan = begin_forward
 

@@ -6,6 +6,7 @@ import functools
 import warnings
 from typing import Any
 
+from fi_core.attention import derived
 from fi_core.attention.contract import flag, row_elements, scales_of, unpack
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import by_variant
@@ -19,8 +20,10 @@ from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.invariance import is_on
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import method_with_lse
+from fi_core.runtime.signature import takes
 
 _Values = tuple[Any, ...]
+_SHAPE = words("self indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size")  # of plan
 # Tensors that a variant for prefill and decode may declare, and decode does not have.
 _NO_MASK: dict[str, Any] = dict.fromkeys(
     words(
@@ -57,37 +60,6 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
     Raises:
         The errors of BatchPrefillWithPagedKVCacheWrapper.
     """
-
-    def workspace_size(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        *args: Any,
-        **options: Any,
-    ) -> tuple[int, int]:
-        """The workspace that a plan needs; changes nothing.
-
-        Args:
-            indptr, indices, last_page_len: as in `plan`; the lengths of requests do not matter.
-            num_qo_heads, num_kv_heads, head_dim, page_size: as in `plan`.
-            args, options: options of `plan`, by position in the order of FlashInfer. fixed_split_size makes the result
-                grow with the number of page indices, or with use_cuda_graph with the buffer for them; disable_split_kv
-                and q_len_per_req matter too.
-
-        Returns:
-            (bytes of the float workspace, bytes of the int workspace).
-        """
-        given = arguments.options_of_size(arguments.SIZE_OPTIONS, args, options)
-        split_kv = split_kv_of(given.get("fixed_split_size"), page_size, given.get("disable_split_kv", False))
-        heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        sizes = {"batch_size": indptr.numel() - 1, "page_size": page_size, "q_len": given.get("q_len_per_req", 1)}
-        plan = DecodePlan(page_indices=indices, split_kv=split_kv, most_ctas=self._plan.most_ctas, **heads, **sizes)
-        return self._workspaces.bytes_for(plan)
 
     @fi_api
     @arguments.deprecated_positional
@@ -168,6 +140,24 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
 
     begin_forward = plan
 
+    @takes(derived.decode_workspace_size, (*_SHAPE, *arguments.SIZE_OPTIONS), plan)
+    def workspace_size(self, given: dict[str, Any]) -> tuple[int, int]:
+        """The workspace that a plan needs; changes nothing.
+
+        Args:
+            indptr, indices, last_page_len: as in `plan`; the lengths of requests do not matter.
+            others: as in `plan`. fixed_split_size makes the result grow with the number of page indices, or with
+                use_cuda_graph with the buffer for them; disable_split_kv and q_len_per_req matter too.
+
+        Returns:
+            (bytes of the float workspace, bytes of the int workspace).
+        """
+        split_kv = split_kv_of(given["fixed_split_size"], given["page_size"], given["disable_split_kv"])
+        own = {name: given[name] for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size")}
+        sizes = {"batch_size": given["indptr"].numel() - 1, "q_len": given["q_len_per_req"], "split_kv": split_kv}
+        plan = DecodePlan(page_indices=given["indices"], most_ctas=self._plan.most_ctas, **own, **sizes)
+        return self._workspaces.bytes_for(plan)
+
     @method_with_lse
     @fi_api(trace=trace.paged_decode, planned=trace.PLANNED_DECODE)
     def run(
@@ -243,6 +233,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
 
     forward = fi_api(
         older_form(
+            derived.decode_forward,
             run,
             plan,
             "q paged_kv_cache pos_encoding_mode q_scale k_scale v_scale window_left logits_soft_cap sm_scale",

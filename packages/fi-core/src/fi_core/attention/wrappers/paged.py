@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
+from fi_core.attention import derived
 from fi_core.attention.contract import Cache, check_length, kv_lens, unpack
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.base import older_form
@@ -13,14 +15,16 @@ from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.log import fi_api
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import method_with_lse
+from fi_core.runtime.signature import takes
 
 
 def lengths_of(indptr: Any, last_page_len: Any, seq_lens: Any, page_size: int, device: torch.device) -> torch.Tensor:
-    """The kv_len of each request, on a device."""
+    """The kv_len of each request, on a device; without last_page_len all pages are full."""
     bounds = indptr.to(device).long()
     if seq_lens is not None:
         return seq_lens.to(device).long().minimum(bounds.diff() * page_size)  # type: ignore[no-any-return]
-    return kv_lens(bounds, last_page_len.to(device), page_size)
+    last = page_size if last_page_len is None else last_page_len.to(device)
+    return kv_lens(bounds, last, page_size)
 
 
 @fi_api
@@ -94,30 +98,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         masks, jit = (custom_mask_buf, mask_indptr_buf), (jit_args, jit_kwargs)
         graph = (buffers, use_cuda_graph, masks)
         super().__init__(float_workspace_buffer, kv_layout, *graph, backend, jit, variant_owns_mask)
-
-    def workspace_size(
-        self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        *args: Any,
-        **options: Any,
-    ) -> tuple[int, int]:
-        """The workspace that a plan needs; changes nothing.
-
-        Args:
-            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len: as in `plan`.
-            num_qo_heads, num_kv_heads: as in `plan`.
-            args, options: other arguments of `plan` in its order, without non_blocking.
-
-        Returns:
-            (bytes of the float workspace, bytes of the int workspace). The first holds every number of splits that
-            `plan` may choose; with less, `plan` chooses fewer. It is 0 for kernels that do not split KV.
-        """
-        return self._size(qo_indptr, (num_qo_heads, num_kv_heads), args, options)
 
     @fi_api
     def plan(
@@ -215,15 +195,16 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         self._forget_plan()
         tables = qo_indptr, paged_kv_indptr
         batch = self._check_batch(*tables, paged_kv_last_page_len=paged_kv_last_page_len, seq_lens=seq_lens)
-        check_length(batch["kv_last"], paged_kv_indices, "paged_kv_indices")
+        if self._is_paged:
+            check_length(batch["kv_last"], paged_kv_indices, "paged_kv_indices")
         dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
         options = (
             num_qo_heads, num_kv_heads, head_dim_qk, dim_vo, page_size, causal, window_left, pos_encoding_mode,
             logits_soft_cap, sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type,
         )  # fmt: skip
         shape = self._shape(batch["batch_size"], options, (fixed_split_size, disable_split_kv))
-        given = {"qo_indptr": qo_indptr, "indptr": paged_kv_indptr, "page_indices": paged_kv_indices}
-        batch |= self._placed({**given, "last_page_len": paged_kv_last_page_len}, non_blocking)
+        given = *tables, paged_kv_indices, paged_kv_last_page_len
+        batch |= self._placed(dict(zip(self._buffers, given)), non_blocking)
         batch["block_tables"] = block_tables
         lens = functools.partial(lengths_of, paged_kv_indptr, paged_kv_last_page_len, seq_lens, page_size)
         masks, most = (custom_mask, packed_custom_mask, lens), (max_token_per_sequence, max_sequence_kv)
@@ -231,6 +212,16 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         self._plan_batch(shape, batch, (*tables, seq_lens), masks, items, most, non_blocking)
 
     begin_forward = plan
+
+    @takes(derived.paged_workspace_size, [name for name in signature(plan).parameters if name != "non_blocking"], plan)
+    def workspace_size(self, given: dict[str, Any]) -> tuple[int, int]:
+        """The workspace that a plan needs; changes nothing. The arguments are those of `plan`.
+
+        Returns:
+            (bytes of the float workspace, bytes of the int workspace). With the first every number of splits fits that
+            `plan` may choose; with less it chooses fewer. It is 0 for kernels that do not split KV.
+        """
+        return self._size(given["qo_indptr"], given)
 
     @method_with_lse
     @fi_api(trace=trace.paged_prefill, planned=trace.PLANNED_PAGED)
@@ -305,6 +296,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
 
     forward = fi_api(
         older_form(
+            derived.paged_forward,
             run,
             plan,
             "q paged_kv_cache causal pos_encoding_mode use_fp16_qk_reduction k_scale v_scale window_left",

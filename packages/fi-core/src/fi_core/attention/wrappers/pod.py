@@ -6,7 +6,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, Cache, Scores, code, last_value, row_elements, unpack
+from fi_core.attention import derived
+from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, Cache, code, last_value, row_elements, unpack
 from fi_core.attention.custom import CustomAttention, derived_scalars
 from fi_core.attention.forms.single import single_prefill_with_kv_cache
 from fi_core.attention.forms.tables_prefill import attend_once
@@ -16,6 +17,7 @@ from fi_core.attention.variant import VariantCall
 from fi_core.attention.wrappers import mixed_trace
 from fi_core.attention.wrappers.base import AroundWrapper
 from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
+from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.attention.wrappers.paged import lengths_of as kv_lens_on
 from fi_core.attention.wrappers.side_by_side import divide, halves, lengths_of, operations, side_by_side
 from fi_core.observe.checked import checked
@@ -24,11 +26,18 @@ from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import refuse
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.resolve.ahead import planned
-from fi_core.runtime.signature import parameters, takes
+from fi_core.runtime.signature import takes
 
 _OF_PLAN = words(
     "self indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size pos_encoding_mode window_left",
     "q_data_type kv_data_type data_type sm_scale rope_scale rope_theta non_blocking",
+)
+_TABLES = words("qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len")
+_OF_BATCH_POD = words(
+    "self qo_indptr_p=qo_indptr kv_indptr_p=paged_kv_indptr kv_indices_p=paged_kv_indices",
+    "last_page_len_p=paged_kv_last_page_len qo_indptr_d kv_indptr_d kv_indices_d last_page_len_d num_qo_heads",
+    "num_kv_heads head_dim=head_dim_qk page_size pos_encoding_mode window_left q_data_type kv_data_type data_type",
+    "sm_scale rope_scale rope_theta non_blocking",
 )
 
 
@@ -100,7 +109,7 @@ class PODWithPagedKVCacheWrapper(AroundWrapper):
         return enabled
 
     @fi_api
-    @takes(parameters(_OF_PLAN, BatchDecodeWithPagedKVCacheWrapper.plan))
+    @takes(derived.pod_plan, _OF_PLAN, BatchDecodeWithPagedKVCacheWrapper.plan)
     def plan(self, given: dict[str, Any]) -> None:
         """Plans the decode half of the next `run` calls: `BatchDecodeWithPagedKVCacheWrapper.plan`."""
         self._inner.plan(**given)
@@ -217,29 +226,19 @@ class BatchPODWithPagedKVCacheWrapper:
         return False
 
     @fi_api
+    @takes(
+        derived.batch_pod_plan,
+        _OF_BATCH_POD,
+        BatchPrefillWithPagedKVCacheWrapper.plan,
+        BatchDecodeWithPagedKVCacheWrapper.plan,
+    )
     def plan(
         self,
-        qo_indptr_p: torch.Tensor,
-        kv_indptr_p: torch.Tensor,
-        kv_indices_p: torch.Tensor,
-        last_page_len_p: torch.Tensor,
+        given: dict[str, Any],
         qo_indptr_d: torch.Tensor,
         kv_indptr_d: torch.Tensor,
         kv_indices_d: torch.Tensor,
         last_page_len_d: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        q_data_type: torch.dtype | str = "float16",
-        kv_data_type: torch.dtype | str | None = None,
-        data_type: torch.dtype | str | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        non_blocking: bool = True,
     ) -> None:
         """Plans the next `run` calls. It does not synchronise.
 
@@ -253,20 +252,19 @@ class BatchPODWithPagedKVCacheWrapper:
         """
         self._prefill._forget_plan()
         self._decode._forget_plan()
-        _check_tables(qo_indptr_p, kv_indptr_p, qo_indptr_d, kv_indptr_d)
-        options = Scores(pos_encoding_mode, None, sm_scale, rope_scale, rope_theta)._asdict()
-        options |= {"window_left": window_left, "non_blocking": non_blocking}
-        decode, prefill = self._decode, self._prefill
-        self._indptrs = qo_indptr_p, kv_indptr_p
-        self._lengths = functools.partial(kv_lens_on, kv_indptr_p, last_page_len_p, None, page_size)
-        lengths = lengths_of(qo_indptr_p, kv_indptr_p, kv_indices_p.numel(), page_size)
-        self._operations = functools.partial(operations, num_qo_heads, 2 * head_dim, lengths=lengths)
-        shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        of_decode = {"q_data_type": q_data_type, "kv_data_type": kv_data_type, "data_type": data_type, **options}
-        decode.plan(kv_indptr_d, kv_indices_d, last_page_len_d, *shape, **of_decode)
-        options |= {"q_data_type": decode._cached_q_data_type, "kv_data_type": decode._cached_kv_data_type}
+        tables = {name: given.pop(name) for name in _TABLES}
+        (qo_indptr, kv_indptr, kv_indices, last_page_len), page_size = tables.values(), given["page_size"]
+        _check_tables(qo_indptr, kv_indptr, qo_indptr_d, kv_indptr_d)
+        self._indptrs, heads, head_dim = (qo_indptr, kv_indptr), given["num_qo_heads"], given.pop("head_dim_qk")
+        self._lengths = functools.partial(kv_lens_on, kv_indptr, last_page_len, None, page_size)
+        lengths = lengths_of(qo_indptr, kv_indptr, kv_indices.numel(), page_size)
+        self._operations = functools.partial(operations, heads, 2 * head_dim, lengths=lengths)
+        decode = self._decode
+        decode.plan(kv_indptr_d, kv_indices_d, last_page_len_d, head_dim=head_dim, **given)
+        del given["data_type"]
+        given |= {"q_data_type": decode._cached_q_data_type, "kv_data_type": decode._cached_kv_data_type}
         # Causal, as prompts are: tiles are sorted for it, and run may be given another mask.
-        prefill.plan(qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p, *shape, causal=True, **options)
+        self._prefill.plan(**tables, head_dim_qk=head_dim, causal=True, **given)
 
     begin_forward = plan
 

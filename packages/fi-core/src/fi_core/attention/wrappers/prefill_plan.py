@@ -33,7 +33,6 @@ class BatchPrefillPlan(BatchWrapper):
     _backends, _foreign = arguments.PREFILL_BACKENDS, arguments.PREFILL_FOREIGN
     _plan_run = ops.plan_run
     _compiled: Mapping[str, Any] = {}  # arguments of plan that the constructor fixes
-    plan: Callable[..., None]
     _is_paged: bool
     _causal, _qo_indptr_last, _kv_indptr_last = of_plan("causal"), of_plan("rows"), of_plan("kv_last")
     _qo_indptr_buf, _kv_indptr_buf = of_plan("qo_indptr"), of_plan("indptr")
@@ -95,10 +94,10 @@ class BatchPrefillPlan(BatchWrapper):
         """The longest kv_len of the last plan; synchronises."""
         return int(self._requests()[:, 3].max()) if self._batch_size else 0
 
-    def _size(self, qo_indptr: torch.Tensor, heads: tuple[int, int], args: Any, options: Any) -> tuple[int, int]:
-        """The sizes of both workspaces. heads: of q and kv; args, options: those of `plan` behind them."""
-        given = {**self._compiled, **arguments.size_options(self.plan, args, options)}
-        plan, kept = arguments.plan_of_size(self._plan, heads, given)
+    def _size(self, qo_indptr: torch.Tensor, given: dict[str, Any]) -> tuple[int, int]:
+        """The sizes of both workspaces. given: arguments of `plan`."""
+        heads = given["num_qo_heads"], given["num_kv_heads"]
+        plan, kept = arguments.plan_of_size(self._plan, heads, {**given, **self._compiled})
         choice, batch_size, rows = self._choose(plan, kept=kept), qo_indptr.numel() - 1, int(qo_indptr[-1])
         tokens = ops.tile_tokens(*heads)
         tiles = (rows // tokens + batch_size) * plan.num_kv_heads if plan.splits_kv else 0

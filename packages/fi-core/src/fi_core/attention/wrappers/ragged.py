@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from inspect import unwrap
 from typing import Any
 
+from fi_core.attention import derived
 from fi_core.attention.schedule import PrefillPlan
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.base import older_form
-from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
+from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import blame, unsupported
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import method_with_lse
+from fi_core.runtime.signature import takes
+
+_OF_INIT = words(
+    "self float_workspace_buffer kv_layout use_cuda_graph qo_indptr_buf kv_indptr_buf=paged_kv_indptr_buf",
+    "custom_mask_buf mask_indptr_buf backend jit_args jit_kwargs variant_owns_mask",
+)
+_OF_PLAN = words(
+    "self qo_indptr kv_indptr=paged_kv_indptr num_qo_heads num_kv_heads head_dim_qk head_dim_vo custom_mask",
+    "packed_custom_mask causal pos_encoding_mode use_fp16_qk_reduction window_left logits_soft_cap sm_scale rope_scale",
+    "rope_theta q_data_type kv_data_type o_data_type non_blocking prefix_len_ptr token_pos_in_items_ptr",
+    "token_pos_in_items_len max_item_len_ptr fixed_split_size disable_split_kv seq_lens seq_lens_q",
+    "max_token_per_sequence max_sequence_kv v_indptr o_indptr uniform_q_len",
+)
+_plan_pages = unwrap(BatchPrefillWithPagedKVCacheWrapper.plan)  # whose errors would name pages
+_NOT_OF_SIZE = ("non_blocking", "v_indptr", "o_indptr")
 
 
 @fi_api
-class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
+class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     """Prefill attention of a batch over ragged K and V: `plan` once per step, `run` once per layer.
 
     The keys and values of the requests are concatenated. `last_choice` and `resolved_backend` tell which implementation
@@ -37,73 +55,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
     _is_paged = False
     _buffers: Mapping[str, str] = {"qo_indptr": "qo_indptr_buf", "indptr": "kv_indptr_buf"}
 
-    def __init__(
-        self,
-        float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf: torch.Tensor | None = None,
-        kv_indptr_buf: torch.Tensor | None = None,
-        custom_mask_buf: torch.Tensor | None = None,
-        mask_indptr_buf: torch.Tensor | None = None,
-        backend: str = "auto",
-        jit_args: Sequence[Any] | None = None,
-        jit_kwargs: dict[str, Any] | None = None,
-        variant_owns_mask: bool = False,
-    ) -> None:
-        buffers = {"qo_indptr": qo_indptr_buf, "indptr": kv_indptr_buf}
-        masks, jit = (custom_mask_buf, mask_indptr_buf), (jit_args, jit_kwargs)
-        graph = (buffers, use_cuda_graph, masks)
-        super().__init__(float_workspace_buffer, kv_layout, *graph, backend, jit, variant_owns_mask)
-
-    def workspace_size(
-        self,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        *args: Any,
-        **options: Any,
-    ) -> tuple[int, int]:
-        """As `BatchPrefillWithPagedKVCacheWrapper.workspace_size`, with arguments of this `plan`."""
-        return self._size(qo_indptr, (num_qo_heads, num_kv_heads), args, options)
+    @takes(derived.ragged_init, _OF_INIT, BatchPrefillWithPagedKVCacheWrapper.__init__)
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__(**given)
 
     @fi_api
-    def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        head_dim_vo: int | None = None,
-        custom_mask: torch.Tensor | None = None,
-        packed_custom_mask: torch.Tensor | None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: torch.dtype | str = "float16",
-        kv_data_type: torch.dtype | str | None = None,
-        o_data_type: torch.dtype | str | None = None,
-        non_blocking: bool = True,
-        prefix_len_ptr: torch.Tensor | None = None,
-        token_pos_in_items_ptr: torch.Tensor | None = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: torch.Tensor | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        seq_lens: torch.Tensor | None = None,
-        seq_lens_q: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None,
-        v_indptr: torch.Tensor | None = None,
-        o_indptr: torch.Tensor | None = None,
-        uniform_q_len: int | None = None,
+    @takes(derived.ragged_plan, _OF_PLAN, BatchPrefillWithPagedKVCacheWrapper.plan)
+    def plan(  # type: ignore[override]
+        self, given: dict[str, Any], v_indptr: torch.Tensor | None = None, o_indptr: torch.Tensor | None = None
     ) -> None:
         """Plans the next `run` calls: computes the work tiles of the batch on the device. It does not synchronise.
 
@@ -123,22 +82,21 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
             NotImplementedError: another v_indptr or o_indptr.
         """
         self._forget_plan()
-        _require_same("v_indptr", v_indptr, "kv_indptr", kv_indptr)
-        _require_same("o_indptr", o_indptr, "qo_indptr", qo_indptr)
-        batch = self._check_batch(qo_indptr, kv_indptr)
-        dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
-        options = (
-            num_qo_heads, num_kv_heads, head_dim_qk, dim_vo, 1, causal, window_left, pos_encoding_mode,
-            logits_soft_cap, sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type,
-        )  # fmt: skip
-        shape = self._shape(batch["batch_size"], options, (fixed_split_size, disable_split_kv))
-        batch |= self._placed({"qo_indptr": qo_indptr, "indptr": kv_indptr}, non_blocking)
-        masks = (custom_mask, packed_custom_mask, lambda device: kv_indptr.to(device).diff())
-        items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-        most = (max_token_per_sequence, max_sequence_kv)
-        self._plan_batch(shape, batch, (qo_indptr, kv_indptr, None), masks, items, most, non_blocking)
+        _require_same("v_indptr", v_indptr, "kv_indptr", given["paged_kv_indptr"])
+        _require_same("o_indptr", o_indptr, "qo_indptr", given["qo_indptr"])
+        pages = {"paged_kv_indices": None, "paged_kv_last_page_len": None, "page_size": 1, "seq_lens": None}
+        _plan_pages(self, **{**given, **pages})
 
-    begin_forward = plan
+    begin_forward = plan  # type: ignore[assignment]
+
+    @takes(
+        derived.ragged_workspace_size,
+        [name for name in _OF_PLAN if name not in _NOT_OF_SIZE],
+        BatchPrefillWithPagedKVCacheWrapper.plan,
+    )
+    def workspace_size(self, given: dict[str, Any]) -> tuple[int, int]:  # type: ignore[override]
+        """As `BatchPrefillWithPagedKVCacheWrapper.workspace_size`, with arguments of this `plan`."""
+        return self._size(given["qo_indptr"], given)
 
     def _out_dtype(self, plan: PrefillPlan) -> Any:
         """The dtype of the output: the planned one; instead of an fp8 dtype that of q, or bf16 if q is fp8 as well."""
@@ -149,7 +107,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
 
     @method_with_lse
     @fi_api(trace=trace.ragged_prefill, planned=trace.PLANNED_RAGGED)
-    def run(
+    def run(  # type: ignore[override]
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -200,8 +158,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillPlan):
         scales, results, form = (q_scale, k_scale, v_scale), (out, lse, return_lse), (lse_base, lse_layout)
         return self._attend(q, k, v, args, scales, results, form, enable_pdl, self._sinks, kv_cache_sf)
 
-    forward = fi_api(
+    forward = fi_api(  # type: ignore[assignment]
         older_form(
+            derived.ragged_forward,
             run,
             plan,
             "q k v causal pos_encoding_mode use_fp16_qk_reduction window_left logits_soft_cap sm_scale rope_scale",

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from fi_core.attention import derived
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import WrongBackendError
 from fi_core.runtime.lazy import torch
+from fi_core.runtime.signature import takes
+
+_OF_PAGED = words(
+    "self float_workspace_buffer kv_layout use_cuda_graph qo_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf",
+    "paged_kv_last_page_len_buf custom_mask_buf mask_indptr_buf backend",
+)
+_IGNORED = words("pos_encoding_mode use_fp16_qk_reduction q_data_type kv_data_type head_dim_qk head_dim_vo")
 
 
 @fi_api
@@ -26,31 +35,20 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         ValueError: backend; it is an AssertionError too, as FlashInfer's.
     """
 
-    def __init__(
-        self,
-        float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf: torch.Tensor | None = None,
-        paged_kv_indptr_buf: torch.Tensor | None = None,
-        paged_kv_indices_buf: torch.Tensor | None = None,
-        paged_kv_last_page_len_buf: torch.Tensor | None = None,
-        custom_mask_buf: torch.Tensor | None = None,
-        mask_indptr_buf: torch.Tensor | None = None,
-        backend: str = "auto",
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        q_data_type: torch.dtype | None = None,
-        kv_data_type: torch.dtype | None = None,
-        head_dim_qk: int = 128,
-        head_dim_vo: int = 128,
-        window_left: int = -1,
-    ) -> None:
-        if backend not in ("auto", "fa2", "fa3"):
-            raise WrongBackendError(f"backend: auto, fa2 or fa3 is required; got {backend!r}")
-        tables = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
-        masks = (custom_mask_buf, mask_indptr_buf)
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, *tables, *masks, backend)
+    @takes(
+        derived.sinks_init,
+        (*_OF_PAGED, *_IGNORED, "window_left"),
+        BatchPrefillWithPagedKVCacheWrapper.__init__,
+        BatchPrefillWithPagedKVCacheWrapper.plan,
+        q_data_type=None,
+        kv_data_type=None,
+        head_dim_qk=128,
+        head_dim_vo=128,
+    )
+    def __init__(self, given: dict[str, Any], window_left: int = -1) -> None:
+        if given["backend"] not in ("auto", "fa2", "fa3"):
+            raise WrongBackendError(f"backend: auto, fa2 or fa3 is required; got {given['backend']!r}")
+        super().__init__(**{name: given[name] for name in _OF_PAGED[1:]})
         self._made_for_window = window_left
 
     @fi_api

@@ -275,7 +275,7 @@ def test_mixed_batches(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         check(SINK, results, rows, (half.k, half.v), sink, lens, causal=True)
     uri, q, kv, o, idx, dim, _, *lists, name, text = jit_args(SINK)
     declared = (uri, q, kv, o, idx, dim, *lists, name, name, text)
-    assert [made.custom.op.name for made in gen_customize_pod_module(*declared).made] == [
+    assert [made.op.name for made in gen_customize_pod_module(*declared).made] == [
         "batch_prefill",
         "batch_decode",
     ]
@@ -397,7 +397,7 @@ def test_a_plan_must_fit_the_declaration() -> None:
 
 def test_a_module_may_be_built_ahead() -> None:
     made = get_customize_batch_prefill_module("fa2", *jit_args(SINK))
-    assert made.custom.uri == "sink" and made.custom.op.name == "batch_prefill"
+    assert made.uri == "sink" and made.op.name == "batch_prefill"
 
 
 NO_HOOK = """
@@ -457,7 +457,7 @@ def test_compile_errors_point_into_the_users_text(device: str) -> None:
     wrong = "struct Wrong : AttentionVariantBase {\n  static constexpr bool use_softmax = false;\n  floot scale;\n};\n"
     module = gen_customize_single_decode_module("wrong", F16, F16, F16, 64, 64, [], [], [], [], "Wrong", wrong)
     with pytest.raises(CompileError, match=r"failed: variant_decl[(:]3\b.*floot"):
-        module.made.custom.bind(torch.device(device, 0) if device == "cuda" else torch.device(device))
+        module.made.bind(torch.device(device, 0) if device == "cuda" else torch.device(device))
 
 
 def test_the_example(device: str) -> None:

@@ -53,7 +53,7 @@ CASES = [
 @pytest.mark.parametrize("arch", ["80", "90a"])
 @pytest.mark.parametrize(("form", "example", "dim", "kv"), CASES, ids=[f"{f}-{e.name}-{d}-{k}" for f, e, d, k in CASES])
 def test_registers_suffice(form: str, example: Example, dim: int, kv: torch.dtype, arch: str) -> None:
-    _, unit = module(form, example, dim, kv).made.custom.artifacts(Target("cuda", arch))
+    _, unit = module(form, example, dim, kv).made.artifacts(Target("cuda", arch))
     binary = built(unit).path
     assert not binary.with_suffix(".log").exists(), "the compiler is content"
     usage = said_of(binary, "cuobjdump", "-res-usage")
@@ -86,7 +86,7 @@ def test_kernels_with_two_page_tables_have_registers(op: Op, implementation: str
 @pytest.mark.skipif(toolchain.nvcc() is None or shutil.which("c++") is None, reason="needs nvcc and a C++ compiler")
 def test_nvcc_takes_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "device_compiler", lambda: "nvcc")
-    _, unit = module("single_decode", EXAMPLES[4]).made.custom.artifacts(Target("cuda", "80"))
+    _, unit = module("single_decode", EXAMPLES[4]).made.artifacts(Target("cuda", "80"))
     binary = built(unit).path
     assert binary.read_bytes()[:4] == b"\x7fELF"
     assert not binary.with_suffix(".log").exists()
@@ -97,13 +97,13 @@ WRONG = "struct Sink : AttentionVariantBase {\n  static constexpr bool use_softm
 
 def test_errors_are_those_of_the_users_text(tmp_path: Path) -> None:
     """The file is called variant_decl, and its lines are counted from the beginning of the text."""
-    _, unit = module("single_decode", EXAMPLES[4], text=WRONG).made.custom.artifacts(Target("cuda", "90a"))
+    _, unit = module("single_decode", EXAMPLES[4], text=WRONG).made.artifacts(Target("cuda", "90a"))
     with pytest.raises(CompileError, match=r"failed: variant_decl[(]3[)]: error: .*floot"):
         compiler.compile_artifact(unit, tmp_path)
 
 
 def test_what_has_no_hook_says_what_to_do(tmp_path: Path) -> None:
     text = EXAMPLES[4].text.replace("};\n", "  REGISTER_QUERY_TRANSFORM(params, q, { return q; })\n};\n")
-    _, unit = module("single_decode", EXAMPLES[4], text=text).made.custom.artifacts(Target("cuda", "90a"))
+    _, unit = module("single_decode", EXAMPLES[4], text=text).made.artifacts(Target("cuda", "90a"))
     with pytest.raises(CompileError, match=r"variant_decl.*transform q before the call"):
         compiler.compile_artifact(unit, tmp_path)

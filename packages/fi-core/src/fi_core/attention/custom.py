@@ -5,55 +5,125 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from fi_core.attention.ops.decode import BATCH_DECODE
 from fi_core.attention.ops.prefill import BATCH_PREFILL, Q_TILE, VARIANT_TILES
 from fi_core.attention.ops.single import SINGLE_ATTENTION, attend
-from fi_core.attention.variant import CustomOp, Form, Variant, VariantCall, alibi_slopes
+from fi_core.attention.variant import Variant, VariantCall, alibi_slopes
 from fi_core.jit import base
+from fi_core.runtime.build import sources
+from fi_core.runtime.dispatch import AUTO, Choice, Request, choose
+from fi_core.runtime.launch.kernel import bind_artifacts, rehearse
 from fi_core.runtime.lazy import torch
-from fi_core.runtime.machine import rehearsal
+from fi_core.runtime.machine import Rehearsal, rehearsal, target_of
+from fi_core.runtime.spec.artifact import Artifact
 from fi_core.runtime.spec.dtype import short_name
+from fi_core.runtime.spec.op import Entry, Op, Unit
+from fi_core.runtime.spec.target import Target
 from fi_core.utils import PosEncodingMode, canonicalize_torch_dtype
 
 ROPE = PosEncodingMode.ROPE_LLAMA.value
 _OPS = {op.name: op for op in (SINGLE_ATTENTION, BATCH_DECODE, BATCH_PREFILL)}
 _FP32_ROWS = "f32"
 _WIDE = 256  # head dims above take another kernel on CUDA cores
+_ON_CUDA_ONLY = {"half", "__half", "nv_bfloat16", "__nv_bfloat16"}
 Made = TypeVar("Made")
+
+
+class Form(NamedTuple):
+    """An implementation on CUDA that a variant is compiled into.
+
+    axes: of its unit. entry: the kernel entry that fits the head dims; a unit that has combine_chunks keeps it, too.
+    """
+
+    implementation: str
+    entry: str
+    axes: tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True)
 class CustomAttention:
-    """An attention op with a variant, for the types and head dims that it was declared with."""
+    """An attention op with a variant, for the types and head dims that it was declared with, and its files."""
 
-    custom: CustomOp
-    dtypes: tuple[Any, Any, Any]  # q, kv, output
+    op: Op
+    uri: str
+    variant: Variant
+    forms: tuple[Form, ...]  # in order of preference
+    facts: tuple[tuple[str, object], ...]  # of a request for it
+    dtypes: tuple[Any, ...]  # q, kv, output
     head_dims: tuple[int, int]
     rope: bool
     calls: dict[Any, Callable[..., None]]
 
     @property
-    def variant(self) -> Variant:
-        return self.custom.variant
+    def name(self) -> str:
+        return f"{self.op.name}_{self.uri}"
+
+    def form(self, target: Target, implementation: str = "") -> Form:
+        """The form for an implementation, or the first one that the target supports. Raises UnsupportedError."""
+        facts = Request.of(self.op, target, dict(self.facts)).facts()
+        *first, last = self.forms
+        for form in self.forms if implementation else first:
+            if form.implementation == implementation:
+                return form
+            if not implementation and not self.op.implementation(form.implementation).refusals(facts):
+                return form
+        choose(Request.of(self.op, target, dict(self.facts), last.implementation))  # raises the reasons
+        return last
+
+    def unit(self, form: Form) -> Unit:
+        """The unit of the op with the variant."""
+        unit = self.op.implementation(form.implementation).unit
+        assert unit is not None
+        made = unit(dict(form.axes))
+        kept = (entry for entry in made.entries if entry.name in (form.entry, "combine_chunks"))
+        return made._replace(entries=tuple(kept), variant=self.variant.text())
+
+    def artifacts(self, target: Target, implementation: str = "") -> tuple[Artifact, ...]:
+        """The host module and, on CUDA, the device binary. Raises NotImplementedError for types that a CPU does not
+        support.
+        """
+        if target.kind == "cuda":
+            form = self.form(target, implementation)
+            text = sources.device_unit(self.name, self.unit(form))
+            image = Artifact(f"{self.name}_{form.implementation}_{target}", "cubin", target, text)
+            return sources.host_module(self.op, "cuda"), image
+        only = [name for name, kind in self.variant.tensors if kind in _ON_CUDA_ONLY]
+        if only:
+            raise NotImplementedError(f"{', '.join(only)}: 16-bit floats of a variant are supported on CUDA only")
+        # For one level, and not with all that -O3 tries: 1.0 instead of 2.4 s to compile (2-core x86-64).
+        flags = ("-O1", "-DFI_ONE_LEVEL")
+        return (sources.variant_module(self.op, self.name, self.variant.text(), flags),)
 
     def backend(self, device: torch.device) -> str:
         """The backend of requests: "auto", or the only form."""
-        forms = self.custom.forms
-        return "auto" if len(forms) > 1 or device.type == "cpu" else next(iter(forms)).implementation
+        return "auto" if self.forms[1:] or device.type == "cpu" else self.forms[0].implementation
 
-    def on(self, device: torch.device, implementation: str = "") -> Callable[..., None]:
-        """The op on a device, compiled at the first call for it. Raises CompileError.
+    def on(self, device: torch.device, implementation: str = "") -> Callable[..., Any]:
+        """The op on a device as a function with the variant's arguments behind its own, compiled at the first call.
 
-        implementation: as in `CustomOp.bind`.
+        implementation: on CUDA, of one of the forms; default: the first that the device supports. Raises CompileError.
         """
         if rehearsal():
-            return self.custom.bind(device, implementation)
+            return self.bind(device, implementation)
         call = self.calls.get((device, implementation))
         if call is None:
-            call = self.calls[device, implementation] = self.custom.bind(device, implementation)
+            call = self.calls[device, implementation] = self.bind(device, implementation)
         return call
+
+    def bind(self, device: torch.device, implementation: str = "") -> Callable[..., Any]:
+        """As `on`, which keeps it."""
+        target = target_of(device)
+        artifacts = self.artifacts(target, implementation)
+        entries: tuple[Entry, ...] = ()
+        if target.kind == "cuda":
+            form = self.form(target, implementation)
+            entries, implementation = self.unit(form).entries, form.implementation
+        if shown := rehearsal():
+            choice = choose(Request.of(self.op, target, dict(self.facts), implementation or AUTO))
+            return _rehearsed(shown, choice, entries, artifacts)
+        return bind_artifacts(self.name, artifacts, entries, device.index or 0).run
 
     def declares(self, tensor: str) -> bool:
         return any(name == tensor for name, _ in self.variant.tensors)
@@ -98,8 +168,8 @@ class CustomAttention:
         return_lse: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """One request; q `[heads, d]` or `[qo_len, heads, d]`."""
-        if self.custom.op.name != "single_attention":
-            raise ValueError(f"jit_module: one for a single request is required; got one for {self.custom.op.name}")
+        if self.op.name != "single_attention":
+            raise ValueError(f"jit_module: one for a single request is required; got one for {self.op.name}")
         for name, x, ranks in (("q", q, (2, 3)), ("k", k, (3,)), ("v", v, (3,))):
             if x.ndim not in ranks:
                 raise ValueError(
@@ -107,7 +177,7 @@ class CustomAttention:
                 )
         self.check(q.dtype, k.dtype, self.dtypes[2], q.shape[-1], v.shape[-1])
         extras = self.variant.arguments(given, {}, {}, q.device)
-        few = bool(dict(self.custom.forms[0].axes)["few"])
+        few = bool(dict(self.forms[0].axes)["few"])
         call, encoding = VariantCall(self.on(q.device), extras), "ROPE_LLAMA" if self.rope else "NONE"
         options: dict[str, Any] = {"kv_layout": kv_layout, "window_left": window_left, "return_lse": return_lse}
         options |= {"out_dtype": self.dtypes[2], "splits": few, "causal": causal, "variant": call}
@@ -123,7 +193,25 @@ class CustomAttention:
             ("head_dim_vo", head_dim_vo, self.head_dims[1]),
         ):
             if got != wanted:
-                raise ValueError(f"{name}: {self.custom.uri} was made for {wanted}; got {got}")
+                raise ValueError(f"{name}: {self.uri} was made for {wanted}; got {got}")
+
+
+def _rehearsed(
+    shown: Rehearsal, choice: Choice, entries: tuple[Entry, ...], files: tuple[Artifact, ...]
+) -> Callable[..., None]:
+    """The function that a rehearsed call of an op with a variant takes: it is compiled into these entries and files."""
+
+    def call(*values: Any) -> None:
+        if not shown.has_launcher(choice.request.op):
+            shown.calls.append((choice, None))
+        elif shown.target.kind == "cuda":
+            kernel = rehearse(choice.spec, shown.multiprocessors, shown.shared_limit, entries)
+            shown.note(choice, kernel.run(*values))
+        else:
+            shown.note(choice)
+        shown.files[choice] = files
+
+    return call
 
 
 def derived_scalars(
@@ -199,10 +287,10 @@ def variant_module(
     facts: dict[str, object] = {"q": q, "kv": kv, "head_dim_qk": head_dims[0], "head_dim_vo": head_dims[1]}
     if op == "single_attention":
         facts["qo_len"] = 1 if few else Q_TILE
-    custom = CustomOp(found, uri, Variant.of(declared[:4], *declared[4:]), tuple(facts.items()), tuple(forms))
-    made = CustomAttention(custom, types, head_dims, pos_encoding_mode == ROPE, {})  # type: ignore[arg-type]
-    artifacts = dict.fromkeys(a for target in base.default_targets() for a in custom.artifacts(target))
-    module = VariantModule(custom.name, tuple(artifacts), made)
+    own = found, uri, Variant.of(declared[:4], *declared[4:]), tuple(forms), tuple(facts.items())
+    made = CustomAttention(*own, types, head_dims, pos_encoding_mode == ROPE, {})
+    artifacts = dict.fromkeys(a for target in base.default_targets() for a in made.artifacts(target))
+    module = VariantModule(made.name, tuple(artifacts), made)
     base.jit_spec_registry.register(module)
     return module
 

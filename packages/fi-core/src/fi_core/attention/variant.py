@@ -1,4 +1,4 @@
-"""Attention variants of users: their declaration, the units they are compiled in, and their arguments."""
+"""Attention variants of users: their declaration, their text in a unit, and their arguments."""
 
 from __future__ import annotations
 
@@ -8,15 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fi_core.runtime.build import sources
 from fi_core.runtime.build.diagnose import USER_TEXT
-from fi_core.runtime.dispatch import AUTO, Choice, Request, choose
-from fi_core.runtime.launch.kernel import bind_artifacts, rehearse
 from fi_core.runtime.lazy import torch
-from fi_core.runtime.machine import Rehearsal, rehearsal, target_of
-from fi_core.runtime.spec.artifact import Artifact
-from fi_core.runtime.spec.op import Entry, Op, Unit
-from fi_core.runtime.spec.target import Target
 from fi_core.runtime.tensors import unreadable
 from fi_core.utils import get_alibi_slopes
 
@@ -32,7 +25,6 @@ TENSOR_TYPES = {
     "uint8_t": ("uint8", "bool"),
     "uint32_t": ("uint32", "int32"),
 }
-_ON_CUDA_ONLY = {"half", "__half", "nv_bfloat16", "__nv_bfloat16"}
 _FLOATS = ("double", "float")
 _INTS = ("int64_t", "int32_t", "int", "uint32_t", "uint64_t", "bool")
 _MOST = 64  # arguments; Extras of fi/host/arguments.h
@@ -197,99 +189,3 @@ class VariantCall(NamedTuple):
 
     call: Callable[..., None]
     extras: list[Any]
-
-
-class Form(NamedTuple):
-    """An implementation on CUDA that a variant is compiled into.
-
-    axes: of its unit. entry: the kernel entry that fits the head dims; a unit that has combine_chunks keeps it, too.
-    """
-
-    implementation: str
-    entry: str
-    axes: tuple[tuple[str, object], ...]
-
-
-@dataclass(frozen=True)
-class CustomOp:
-    """An attention op with a variant: its files for each target, and the function to call."""
-
-    op: Op
-    uri: str
-    variant: Variant
-    facts: tuple[tuple[str, object], ...]  # of a request for it
-    forms: tuple[Form, ...]  # in order of preference
-
-    @property
-    def name(self) -> str:
-        return f"{self.op.name}_{self.uri}"
-
-    def form(self, target: Target, implementation: str = "") -> Form:
-        """The form for an implementation, or the first one that the target supports. Raises UnsupportedError."""
-        facts = Request.of(self.op, target, dict(self.facts)).facts()
-        *first, last = self.forms
-        for form in self.forms if implementation else first:
-            if form.implementation == implementation:
-                return form
-            if not implementation and not self.op.implementation(form.implementation).refusals(facts):
-                return form
-        choose(Request.of(self.op, target, dict(self.facts), last.implementation))  # raises the reasons
-        return last
-
-    def unit(self, form: Form) -> Unit:
-        """The unit of the op with the variant."""
-        unit = self.op.implementation(form.implementation).unit
-        assert unit is not None
-        made = unit(dict(form.axes))
-        kept = (entry for entry in made.entries if entry.name in (form.entry, "combine_chunks"))
-        return made._replace(entries=tuple(kept), variant=self.variant.text())
-
-    def artifacts(self, target: Target, implementation: str = "") -> tuple[Artifact, ...]:
-        """The host module and, on CUDA, the device binary. Raises NotImplementedError for types that a CPU does not
-        support.
-        """
-        if target.kind == "cuda":
-            form = self.form(target, implementation)
-            text = sources.device_unit(self.name, self.unit(form))
-            image = Artifact(f"{self.name}_{form.implementation}_{target}", "cubin", target, text)
-            return sources.host_module(self.op, "cuda"), image
-        only = [name for name, kind in self.variant.tensors if kind in _ON_CUDA_ONLY]
-        if only:
-            raise NotImplementedError(f"{', '.join(only)}: 16-bit floats of a variant are supported on CUDA only")
-        # For one level, and not with all that -O3 tries: 1.0 instead of 2.4 s to compile (2-core x86-64).
-        flags = ("-O1", "-DFI_ONE_LEVEL")
-        return (sources.variant_module(self.op, self.name, self.variant.text(), flags),)
-
-    def bind(self, device: torch.device, implementation: str = "") -> Callable[..., Any]:
-        """The op as a function that takes the variant's arguments after its own; compiled if necessary.
-
-        implementation: on CUDA, of one of the forms; default: the first that the device supports.
-        """
-        target = target_of(device)
-        artifacts = self.artifacts(target, implementation)
-        entries: tuple[Entry, ...] = ()
-        if target.kind == "cuda":
-            form = self.form(target, implementation)
-            entries, implementation = self.unit(form).entries, form.implementation
-        if shown := rehearsal():
-            choice = choose(Request.of(self.op, target, dict(self.facts), implementation or AUTO))
-            return _rehearsed(shown, choice, entries, artifacts)
-        return bind_artifacts(self.name, artifacts, entries, device.index or 0).run
-
-
-def _rehearsed(
-    shown: Rehearsal, choice: Choice, entries: tuple[Entry, ...], files: tuple[Artifact, ...]
-) -> Callable[..., None]:
-    """The function that a rehearsed call of an op with a variant takes: it is compiled into these entries and files."""
-
-    def call(*values: Any) -> None:
-        if not shown.has_launcher(choice.request.op):
-            shown.calls.append((choice, None))
-        elif shown.target.kind == "cuda":
-            kernel = rehearse(choice.spec, shown.multiprocessors, shown.shared_limit, entries)
-            shown.note(choice, kernel.run(*values))
-        else:
-            shown.note(choice)
-        shown.files[choice] = files
-
-    return call

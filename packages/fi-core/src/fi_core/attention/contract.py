@@ -213,6 +213,14 @@ def kv_lens(indptr: torch.Tensor, last_page_len: torch.Tensor | int, page_size: 
     return ((pages - 1) * page_size + last_page_len) * (pages > 0)
 
 
+def lengths_of(indptr: Any, last_page_len: Any, seq_lens: Any, page_size: int, device: Any = "cpu") -> torch.Tensor:
+    """The kv_len of each request, on a device; without last_page_len all pages are full."""
+    bounds = indptr.to(device).long()
+    if seq_lens is not None:
+        return seq_lens.to(device).flatten().long().minimum(bounds.diff() * page_size)  # type: ignore[no-any-return]
+    return kv_lens(bounds, page_size if last_page_len is None else last_page_len.to(device), page_size)
+
+
 def check_length(last: int | None, indices: torch.Tensor, name: str) -> None:
     """Raises ValueError if a table is shorter than its offsets, whose `last` is known, require."""
     if last is not None and last > indices.numel():

@@ -54,16 +54,6 @@ def deprecated_positional(plan: F) -> F:
     return wrapper  # type: ignore[return-value]
 
 
-def lengths(
-    indptr: torch.Tensor, last_page_len: torch.Tensor | None, seq_lens: torch.Tensor | None, page_size: int
-) -> list[int]:
-    """Tokens of each request; synchronises if a table is on the device."""
-    if seq_lens is not None:
-        return [int(n) for n in seq_lens.flatten().tolist()]
-    assert last_page_len is not None
-    return contract.kv_lens(indptr.cpu().long(), last_page_len.cpu().long(), page_size).tolist()
-
-
 def log_base(lse_base: str) -> float:
     """The factor that converts a base-2 logarithm."""
     if lse_base == "log2":

@@ -99,7 +99,7 @@ class BatchDecodePlan(BatchWrapper):
     @computed
     def _max_kv_len(self) -> int:
         """Length of the longest request of the last plan; synchronises."""
-        return max(arguments.lengths(*self._plan.lengths, self._page_size), default=0)
+        return max(contract.lengths_of(*self._plan.lengths, self._page_size).tolist(), default=0)
 
     @property
     def _is_causal(self) -> bool:
@@ -173,7 +173,7 @@ class BatchDecodePlan(BatchWrapper):
         tables = (seq_lens,) if seq_lens is not None else (indptr, last_page_len)
         if any(table.device.type != "cpu" for table in tables):
             return
-        for b, tokens in enumerate(arguments.lengths(indptr, last_page_len, seq_lens, page_size)):
+        for b, tokens in enumerate(contract.lengths_of(indptr, last_page_len, seq_lens, page_size).tolist()):
             if tokens < q_len:
                 raise ValueError(f"q_len_per_req: all requests must have {q_len} tokens; request {b} has {tokens}")
 

@@ -8,7 +8,7 @@ from inspect import signature
 from typing import Any
 
 from fi_core.attention import derived
-from fi_core.attention.contract import Cache, check_length, kv_lens, unpack
+from fi_core.attention.contract import Cache, check_length, lengths_of, unpack
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.base import older_form
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
@@ -16,15 +16,6 @@ from fi_core.observe.log import fi_api
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import method_with_lse
 from fi_core.runtime.signature import takes
-
-
-def lengths_of(indptr: Any, last_page_len: Any, seq_lens: Any, page_size: int, device: torch.device) -> torch.Tensor:
-    """The kv_len of each request, on a device; without last_page_len all pages are full."""
-    bounds = indptr.to(device).long()
-    if seq_lens is not None:
-        return seq_lens.to(device).long().minimum(bounds.diff() * page_size)  # type: ignore[no-any-return]
-    last = page_size if last_page_len is None else last_page_len.to(device)
-    return kv_lens(bounds, last, page_size)
 
 
 @fi_api

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from fi_core.attention import derived
+from fi_core.attention import contract, derived
 from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, Cache, code, last_value, row_elements, unpack
 from fi_core.attention.custom import CustomAttention, derived_scalars
 from fi_core.attention.forms.single import single_prefill_with_kv_cache
@@ -18,7 +18,6 @@ from fi_core.attention.wrappers import mixed_trace
 from fi_core.attention.wrappers.base import AroundWrapper
 from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
-from fi_core.attention.wrappers.paged import lengths_of as kv_lens_on
 from fi_core.attention.wrappers.side_by_side import divide, halves, lengths_of, operations, side_by_side
 from fi_core.observe.checked import checked
 from fi_core.observe.describe import words
@@ -256,7 +255,7 @@ class BatchPODWithPagedKVCacheWrapper:
         (qo_indptr, kv_indptr, kv_indices, last_page_len), page_size = tables.values(), given["page_size"]
         _check_tables(qo_indptr, kv_indptr, qo_indptr_d, kv_indptr_d)
         self._indptrs, heads, head_dim = (qo_indptr, kv_indptr), given["num_qo_heads"], given.pop("head_dim_qk")
-        self._lengths = functools.partial(kv_lens_on, kv_indptr, last_page_len, None, page_size)
+        self._lengths = functools.partial(contract.lengths_of, kv_indptr, last_page_len, None, page_size)
         lengths = lengths_of(qo_indptr, kv_indptr, kv_indices.numel(), page_size)
         self._operations = functools.partial(operations, heads, 2 * head_dim, lengths=lengths)
         decode = self._decode

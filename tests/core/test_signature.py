@@ -21,7 +21,13 @@ class Wrapper:
         return given, scale
 
 
+@takes("twice", ("k_p=k", "k_d=k"), declared)
+def _twice(given: dict[str, Any]) -> dict[str, Any]:
+    return given
+
+
 run: Any = derived.pop("wrapper_run")  # known to checkers by its name alone
+twice: Any = derived.pop("twice")
 
 
 def test_parameters_are_those_that_are_declared() -> None:
@@ -33,6 +39,7 @@ def test_parameters_are_those_that_are_declared() -> None:
 
 
 def test_arguments_have_their_declared_names() -> None:
+    assert twice(1, k_d=2) == {"k": 1, "k_d": 2}
     wrapper = Wrapper()
     assert run(wrapper, 3, q=4) == ({"k": 3, "causal": False, "q": 4}, 1.0)
     assert run(wrapper, 3, 2.0, True) == ({"k": 3, "causal": True, "q": None}, 2.0)

@@ -179,28 +179,18 @@ def gen_customize_batch_attention_module(given: dict[str, Any], use_profiler: bo
     return _both(prefill, decode, f"batch_attention_{given['uri']}")
 
 
-def gen_customize_pod_module(
-    uri: str,
-    dtype_q: torch.dtype,
-    dtype_kv: torch.dtype,
-    dtype_o: torch.dtype,
-    dtype_idx: torch.dtype,
-    head_dim: int,
-    additional_tensor_names: Sequence[str],
-    additional_tensor_dtypes: Sequence[str],
-    additional_scalar_names: Sequence[str],
-    additional_scalar_dtypes: Sequence[str],
-    variant_name_p: str,
-    variant_name_d: str,
-    variant_decl: str,
-    pos_encoding_mode_p: int = 0,
-    use_sliding_window_p: bool = False,
-    use_logits_soft_cap_p: bool = False,
-    pos_encoding_mode_d: int = 0,
-    use_sliding_window_d: bool = False,
-    use_logits_soft_cap_d: bool = False,
-    use_fp16_qk_reduction: bool = False,
-) -> Both:
+_OF_POD = words(
+    "uri dtype_q dtype_kv dtype_o dtype_idx=idtype head_dim=head_dim_qk additional_tensor_names",
+    "additional_tensor_dtypes additional_scalar_names additional_scalar_dtypes variant_name_p=variant_name",
+    "variant_name_d=variant_name variant_decl pos_encoding_mode_p=pos_encoding_mode",
+    "use_sliding_window_p=use_sliding_window use_logits_soft_cap_p=use_logits_soft_cap",
+    "pos_encoding_mode_d=pos_encoding_mode use_sliding_window_d=use_sliding_window",
+    "use_logits_soft_cap_d=use_logits_soft_cap use_fp16_qk_reduction",
+)
+
+
+@takes(derived.pod_module, _OF_POD, gen_customize_batch_prefill_module)
+def gen_customize_pod_module(given: dict[str, Any]) -> Both:
     """POD attention with variants: `jit_args` of PODWithPagedKVCacheWrapper are its arguments.
 
     The arguments that are not listed are those of gen_customize_batch_prefill_module.
@@ -214,11 +204,11 @@ def gen_customize_pod_module(
         use_sliding_window_p, use_logits_soft_cap_p, use_sliding_window_d, use_logits_soft_cap_d, use_fp16_qk_reduction:
             without effect.
     """
-    lists = additional_tensor_names, additional_tensor_dtypes, additional_scalar_names, additional_scalar_dtypes
-    given = (dtype_q, dtype_kv, dtype_o, dtype_idx, head_dim, head_dim, *lists)
-    of_prefill = (f"{uri}_p", *given, variant_name_p, variant_decl, pos_encoding_mode_p)
-    prefill = gen_customize_batch_prefill_module("auto", *of_prefill)
-    decode = gen_customize_batch_decode_module(f"{uri}_d", *given, variant_name_d, variant_decl, pos_encoding_mode_d)
+    of_decode = {name[:-2]: given.pop(name) for name in [*given] if name.endswith("_d")}
+    del given["use_fp16_qk_reduction"]
+    uri, given["head_dim_vo"] = given.pop("uri"), given["head_dim_qk"]
+    prefill = gen_customize_batch_prefill_module("auto", f"{uri}_p", **given)
+    decode = gen_customize_batch_decode_module(**{"uri": f"{uri}_d", **given, **of_decode})
     return _both(prefill, decode, f"pod_{uri}")
 
 

@@ -278,6 +278,28 @@ def paged_workspace_size(
     disable_split_kv: bool = ...,
     uniform_q_len: int | None = ...,
 ) -> tuple[int, int]: ...
+def pod_module(
+    uri: str,
+    dtype_q: torch.dtype,
+    dtype_kv: torch.dtype,
+    dtype_o: torch.dtype,
+    dtype_idx: torch.dtype,
+    head_dim: int,
+    additional_tensor_names: Sequence[str],
+    additional_tensor_dtypes: Sequence[str],
+    additional_scalar_names: Sequence[str],
+    additional_scalar_dtypes: Sequence[str],
+    variant_name_p: str,
+    variant_name_d: str,
+    variant_decl: str,
+    pos_encoding_mode_p: int = ...,
+    use_sliding_window_p: bool = ...,
+    use_logits_soft_cap_p: bool = ...,
+    pos_encoding_mode_d: int = ...,
+    use_sliding_window_d: bool = ...,
+    use_logits_soft_cap_d: bool = ...,
+    use_fp16_qk_reduction: bool = ...,
+) -> Both: ...
 def pod_plan(
     self: Any,
     indptr: torch.Tensor,

@@ -57,17 +57,18 @@ def takes(
     """Decorates a function of a dictionary: it becomes one of `parameters`, which other functions declare, or itself.
 
     like: its name in `derived`, and to a checker its type. names: new=old is a parameter that is called old where it is
-    declared, and in the dictionary. A method has `self` as the first. What the function itself declares it is given
-    beside the dictionary.
+    declared, and in the dictionary if it is the first of this name. A method has `self` as the first. What the function
+    itself declares it is given beside the dictionary.
     """
-    pairs = [name.partition("=")[::2] for name in names]
+    pairs = [(new, old or new) for new, _, old in (name.partition("=") for name in names)]
+    keys = {old: new for new, old in reversed(pairs)}  # the first
 
     def decorate(function: Callable[..., Any]) -> F:
-        found = iter(parameters([old or new for new, old in pairs], function, *declared, **defaults))
+        found = iter(parameters([old for _, old in pairs], function, *declared, **defaults))
         shown = [next(found).replace(name=new) for new, _ in pairs if new != "*"]
         start, scope = int(shown[0].name == "self"), {**function.__globals__, "function": function}
         own = [p.name for p in [*inspect.signature(function).parameters.values()][start + 1 :]]
-        given = [f"{old or new!r}: {new}" for new, old in pairs[start:] if new not in (*own, "*")]
+        given = [f"{old if keys[old] == new else new!r}: {new}" for new, old in pairs[start:] if new not in (*own, "*")]
         values = [*["self"] * start, f"{{{', '.join(given)}}}", *(f"{name}={name}" for name in own)]
         made = redefine(function, shown, f"return function({', '.join(values)})", scope)
         usual = [p for p in shown if p.default is not p.empty]

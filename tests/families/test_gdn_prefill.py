@@ -13,7 +13,7 @@ from families.harness import assert_close, assert_guards, guarded, impls, rand, 
 from families.linear_attention_reference import gated_delta_rule
 from fi_core import gdn_kernels, gdn_prefill
 from fi_core.gdn_decode import gated_delta_rule_decode_pretranspose
-from fi_core.gdn_prefill import _sizes, chunk_gated_delta_rule
+from fi_core.gdn_prefill import _segment_tokens, chunk_gated_delta_rule
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 LENGTHS = [65, 0, 1, 130, 0, 63, 64]
@@ -285,7 +285,7 @@ class _OnGpu(torch.Tensor):
 def test_segments_are_asked_for_by_truth(use_cp: Any, splits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[dict[str, Any]] = []
     monkeypatch.setattr(gdn_prefill, "_chunk", lambda *arguments, **named: called.append(named))
-    monkeypatch.setattr(gdn_prefill, "_sizes_on", lambda device, *shape: _sizes(132, *shape))
+    monkeypatch.setattr(gdn_prefill, "_segments_on", lambda device, *shape: _segment_tokens(132, *shape))
     x = inputs([10600], "cpu")
     chunk_gated_delta_rule(**{**x, "q": x["q"].as_subclass(_OnGpu)}, use_cp=use_cp)
     assert bool(called[0]["segment_tokens"]) is splits

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from fi_core.gdn_prefill import _sizes
 from fi_core.linear_attention.mamba_ops import SSD_CHUNK_BYTES, SSD_COMBINED
 from fi_core.linear_attention.ops import CHUNK_GATED_DELTA_RULE, SELECTIVE_STATE_UPDATE
 from fi_core.runtime.dispatch import Request, choose
@@ -25,12 +24,10 @@ def prefill(arch: str, sequences: int, heads: int, channel: bool, segment: int =
     gate = "channel" if channel else "head"
     choice = choose(Request.of(CHUNK_GATED_DELTA_RULE, Target("cuda", arch), {"gate": gate}))
     kernel = rehearse(choice.spec, 132, SHARED[arch])
-    _, size = _sizes(132, tokens, heads, dim, sequences, segment > 0, segment, channel)
     x = torch.empty(tokens, heads, dim, dtype=torch.bfloat16)
     arguments: dict[str, Any] = {
         "out": x, "q": x, "k": x, "v": x, "cu_seqlens": torch.empty(sequences + 1, dtype=torch.int32), "scale": 1.0,
         "g": torch.empty(tokens, heads, *([dim] if channel else [])), "segment_tokens": segment,
-        "workspace": torch.empty(size, dtype=torch.uint8),
     }  # fmt: skip
     return launches(kernel.run(*in_order(CHUNK_GATED_DELTA_RULE, arguments)))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from fi_core.linear_attention.ops import CHUNK_MATRIX
 from fi_core.linear_attention.ops import chunk_gated_delta_rule as _chunk
 from fi_core.linear_attention.trace import prefill
 from fi_core.observe.log import fi_api
@@ -25,40 +24,8 @@ _LEAST_SEGMENTS = 3
 _LEAST_LENGTH = 256  # tokens
 
 
-def _sizes(
-    multiprocessors: int,
-    tokens: int,
-    heads: int,
-    dim: int,
-    sequences: int,
-    splits: bool,
-    length: int | None,
-    channels: bool,
-) -> tuple[int, int]:
-    """(tokens of a segment, bytes of the workspace) of a call on the GPU; 0 tokens: sequences are not split.
-
-    splits: whether sequences may be split, so that each SM gets 64 columns of a state. length: of a segment, or None.
-    The workspace is for what the parallel parts of the computation leave for the sequential ones: two matrices and four
-    vectors of each chunk and head (with a gate for each channel one vector, k twice and q), three states of each
-    segment and head.
-    """
-    segment_tokens = _segment_tokens(multiprocessors, tokens, heads, dim, sequences, length) if splits else 0
-    of_chunk = (3 * 2 * _CHUNK + 4) * dim if channels else 4 * 4 * _CHUNK
-    size = (tokens // _CHUNK + sequences) * heads * (2 * 2 * CHUNK_MATRIX + of_chunk)
-    if segment_tokens:
-        size += (tokens // segment_tokens + sequences) * heads * 3 * 4 * dim**2
-    return segment_tokens, size
-
-
-def _sizes_rehearsed(device: int, *facts: Any) -> tuple[int, int]:
-    """_sizes for a device, by its index."""
-    return _sizes(multiprocessors_of(device), *facts)
-
-
-_sizes_on = functools.lru_cache(maxsize=1024)(_sizes_rehearsed)  # so that a call does not look for the SMs of a GPU
-
-
 def _segment_tokens(multiprocessors: int, tokens: int, heads: int, dim: int, sequences: int, length: int | None) -> int:
+    """Tokens of a segment, so that each SM gets 64 columns of a state; 0: sequences are not split. length: or None."""
     if sequences <= 0 or heads == 0:
         return 0
     if not length:
@@ -69,6 +36,14 @@ def _segment_tokens(multiprocessors: int, tokens: int, heads: int, dim: int, seq
         if length * _LEAST_SEGMENTS * sequences > tokens:
             return 0
     return -(-length // _CHUNK) * _CHUNK
+
+
+def _segments(device: int, *facts: Any) -> int:
+    """_segment_tokens for a device, by its index."""
+    return _segment_tokens(multiprocessors_of(device), *facts)
+
+
+_segments_on = functools.lru_cache(maxsize=1024)(_segments)  # so that a call does not look for the SMs of a GPU
 
 
 def _wrong_shape(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> ValueError:
@@ -171,19 +146,16 @@ def chunk_gated_delta_rule(
         if state_indices is not None or output_state_indices is not None:
             raise ValueError("output_state must be given with state_indices and output_state_indices")
         output_state = q.new_empty(sequences, heads, dim_v, dim, dtype=torch.float32)
-    device, segment_tokens, workspace = q.get_device(), 0, None  # the device is 0 or more on CUDA
-    if device >= 0 or rehearsal():
-        splits = use_cp is True or (use_cp and output_state_indices is None)
-        segment_tokens, size = (_sizes_on if device >= 0 else _sizes_rehearsed)(
-            device, tokens, heads, dim, sequences, splits, _cp_chunk_len, g is not None and g.ndim == 3
-        )
+    device, segment_tokens = q.get_device(), 0  # the device is 0 or more on CUDA
+    if (device >= 0 or rehearsal()) and (use_cp is True or (use_cp and output_state_indices is None)):
+        found = _segments_on if device >= 0 else _segments
+        segment_tokens = found(device, tokens, heads, dim, sequences, _cp_chunk_len)
         segment_tokens = 0 if segment_tokens and is_on() else segment_tokens
-        workspace = q.new_empty(size // 2)  # elements of 2 bytes: another dtype is slower
     if not checkpoint_every_n_tokens:
         state_checkpoints = checkpoint_cu_starts = None
     _chunk(  # mostly by position, and without a dictionary of names, which is slower
-        output, q, k, v, cu_seqlens, scale or (dim or 1) ** -0.5, workspace, g, beta, use_qk_l2norm_in_kernel,
-        initial_state, output_state=output_state, state_indices=state_indices, state_checkpoints=state_checkpoints,
+        output, q, k, v, cu_seqlens, scale or (dim or 1) ** -0.5, g, beta, use_qk_l2norm_in_kernel, initial_state,
+        output_state, state_indices=state_indices, state_checkpoints=state_checkpoints,
         checkpoint_cu_starts=checkpoint_cu_starts, checkpoint_every_n_tokens=checkpoint_every_n_tokens,
         segment_tokens=segment_tokens, output_state_indices=output_state_indices,
     )  # fmt: skip

@@ -235,10 +235,10 @@ CHUNK_GATED_DELTA_RULE = Op(
     name="chunk_gated_delta_rule",
     family="linear_attention",
     arguments="Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float scale, "
-    "Tensor(b!)? workspace=None, Tensor? g=None, Tensor? beta=None, bool use_qk_l2norm=False, "
-    "Tensor? initial_state=None, Tensor(c!)? output_state=None, Tensor? state_indices=None, "
-    "Tensor(d!)? state_checkpoints=None, Tensor? checkpoint_cu_starts=None, int checkpoint_every_n_tokens=0, "
-    "int segment_tokens=0, Tensor? output_state_indices=None, bool? enable_pdl=None",
+    "Tensor? g=None, Tensor? beta=None, bool use_qk_l2norm=False, Tensor? initial_state=None, "
+    "Tensor(b!)? output_state=None, Tensor? state_indices=None, Tensor(c!)? state_checkpoints=None, "
+    "Tensor? checkpoint_cu_starts=None, int checkpoint_every_n_tokens=0, int segment_tokens=0, "
+    "Tensor? output_state_indices=None, bool? enable_pdl=None",
     fields={
         "dtype": Field(_FLOATS_16, "bf16"),
         "dim": Field(None, 128),

@@ -193,7 +193,10 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
   const int64_t factors = p.channel_gates ? dim_k : 4 * kChunkTokens;  // of a chunk and head
   const int64_t decayed = p.channel_gates ? matrices * 3 * kChunkTokens * dim_k * bytes : 0;
   const int64_t needed = decayed + matrices * (2 * kChunkMatrix * bytes + factors * 4) + 3 * 4 * mapped;
-  char* at = workspace_of(a.workspace, a.q, needed);
+  // What the parallel kernels leave for the sequential one: two matrices and four vectors of each chunk and head (with
+  // a gate for each channel one vector, k twice and q), three states of each segment and head.
+  const CallMemory memory(a.q, needed);
+  char* at = memory.data();
   p.decayed = at;
   p.solved = at + decayed;
   p.scores = at + decayed + matrices * kChunkMatrix * bytes;
@@ -223,7 +226,7 @@ void chunk_gated_delta_rule(const Kernel& kernel, const ChunkGatedDeltaRuleArgs&
   p.slices = divisor(static_cast<uint32_t>(dim_v / ChunkGatedDeltaRuleConfig::of(states).columns));
   start(states, segments * heads * p.slices.value);
 #else
-  (void)a.enable_pdl, (void)a.workspace;
+  (void)a.enable_pdl;
   run_cpu(p, a.q.dtype());
 #endif
 }

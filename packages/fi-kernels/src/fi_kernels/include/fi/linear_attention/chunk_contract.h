@@ -1,5 +1,7 @@
 // What the host entries of the recurrences in chunks, gated delta rule and Mamba-2, check and do alike.
 #pragma once
+#include <tvm/ffi/extra/c_env_api.h>
+
 #include "fi/linear_attention/chunk_gated_delta_rule.h"
 #include "fi/linear_attention/contract.h"
 
@@ -36,6 +38,25 @@ inline char* workspace_of(const OptionalTensor& t, const Tensor& other, int64_t 
            static_cast<long long>(given), t.data());
   return t.data<char>();
 }
+
+// Memory of torch's allocator for one call: after it, what follows on the stream may take the memory.
+class CallMemory {
+ public:
+  CallMemory(const Tensor& other, int64_t bytes) {
+    DLTensor prototype{nullptr, other.device(), 1, {kDLUInt, 8, 1}, &bytes, nullptr, 0};
+    FI_CHECK(TVMFFIEnvTensorAlloc(&prototype, &object_) == 0, RuntimeError, "no %lld bytes of workspace",
+             static_cast<long long>(bytes));
+  }
+  CallMemory(const CallMemory&) = delete;
+  ~CallMemory() { TVMFFIObjectDecRef(object_); }
+  char* data() const {
+    const DLTensor& t = *content<DLTensor>(static_cast<TVMFFIObject*>(object_));
+    return static_cast<char*>(t.data) + t.byte_offset;
+  }
+
+ private:
+  TVMFFIObjectHandle object_ = nullptr;
+};
 
 // Describes rows [tokens, heads, size], with strides of token and head, as boxes of a chunk for TMA, which takes no
 // strides of 0: whether it can.

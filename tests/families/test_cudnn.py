@@ -15,8 +15,7 @@ from families.cudnn_frontend import INSTALLED, finite
 from families.harness import assert_close, assert_guards, guarded, strided
 from families.paged import Paged, offsets, paged
 from families.prefill_batch import Batch, batch
-from fi_core.attention.cudnn.graph import finish_lse
-from fi_core.attention.cudnn.planned import PlannedBatch
+from fi_core.attention.cudnn.graph import PlannedBatch, finish_lse
 from fi_core.cudnn import cudnn_batch_prefill_with_kv_cache
 from fi_core.runtime.errors import LibraryError, UnsupportedError
 

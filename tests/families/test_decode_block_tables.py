@@ -444,5 +444,7 @@ def test_trace() -> None:
     got = trtllm_batch_decode_with_kv_cache(**given, window_left=5, bmm2_scale=2.0)
     assert isinstance(p.cache, tuple) and isinstance(got, torch.Tensor)
     clean = tuple(x.nan_to_num(0) for x in p.cache)
-    want = space["_reference"](p.q, *clean, given["block_tables"], given["seq_lens"], scale_of(p), 2.0, window_left=5)
+    want = space["_tables_reference"](
+        p.q, *clean, given["block_tables"], given["seq_lens"], scale_of(p), 2.0, window_left=5
+    )
     assert_close(got, want)

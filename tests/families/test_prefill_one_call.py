@@ -300,5 +300,5 @@ def test_trace() -> None:
     exec(definition["reference"], space)
     clean = tuple(x.nan_to_num(0) for x in b.cache)
     options = {"cum_seq_lens_q": b.qo_indptr, "window_left": 5}
-    want = space["_reference"](b.q, *clean, given["block_tables"], given["seq_lens"], 0.1, 2.0, **options)
+    want = space["_tables_reference"](b.q, *clean, given["block_tables"], given["seq_lens"], 0.1, 2.0, **options)
     assert_close(trtllm_batch_context_with_kv_cache(**given), want)  # type: ignore[arg-type]

@@ -27,7 +27,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "attention.derived",
         "attention.mask",
         "attention.reference",
-        "attention.variant",
         "attention.ops",
         "attention.merge",
     ),

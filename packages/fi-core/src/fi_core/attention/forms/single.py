@@ -7,8 +7,8 @@ from typing import Any
 
 from fi_core.attention import contract
 from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, code
-from fi_core.attention.forms.single_trace import single_trace
 from fi_core.attention.forms.tables_prefill import attend_once
+from fi_core.attention.forms.trace import single_trace
 from fi_core.attention.mask import byte_bounds, check_packed, pack
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import facts_of

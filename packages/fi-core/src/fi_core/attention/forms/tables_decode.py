@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fi_core.attention import contract, derived
 from fi_core.attention.contract import LAYOUTS, Cache, Scale, code, op_scales, row_elements, scales_of, viewed
-from fi_core.attention.forms import tables_trace
+from fi_core.attention.forms import trace
 from fi_core.attention.forms.tables_plan import BlockTablesPlan, buffers_in, step_of
 from fi_core.attention.mask import mask_of_rank, pages_of_heads
 from fi_core.attention.ops import decode as ops
@@ -187,7 +187,7 @@ def _results(
 
 
 @with_lse
-@fi_api(trace=tables_trace.decode)
+@fi_api(trace=trace.decode)
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: Cache,

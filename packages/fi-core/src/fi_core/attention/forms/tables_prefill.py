@@ -6,7 +6,7 @@ from typing import Any
 
 from fi_core.attention import contract
 from fi_core.attention.contract import LAYOUTS, Cache, Scale, code, op_scales, results, row_elements
-from fi_core.attention.forms import tables_trace
+from fi_core.attention.forms import trace
 from fi_core.attention.forms.tables_plan import ContextTablesPlan
 from fi_core.attention.ops import prefill as ops
 from fi_core.attention.ops.request import facts_of
@@ -112,7 +112,7 @@ def attend_tables(
     )  # fmt: skip
 
 
-@fi_api(trace=tables_trace.prefill)
+@fi_api(trace=trace.prefill)
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor,
     kv_cache: Cache,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fi_core.attention import contract
 from fi_core.attention.contract import computed, per_head, scale_product
-from fi_core.attention.cudnn import planned as cudnn
+from fi_core.attention.cudnn import graph as cudnn
 from fi_core.attention.ops.request import Facts
 from fi_core.attention.wrappers import planners
 from fi_core.attention.wrappers.tables import copy_tables, fixed_batch_size

@@ -9,7 +9,7 @@ from fi_core.attention import derived
 from fi_core.attention.contract import Cache, check_shape, dtype_of, encoding, type_fields
 from fi_core.attention.wrappers import pattern_trace
 from fi_core.attention.wrappers.base import older_form
-from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.attention.wrappers.paged import TABLES, BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.checked import checked
 from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
@@ -50,10 +50,6 @@ _MASKS = words(
 )
 _OTHERS = words("rope_scale rope_theta seq_lens seq_lens_q block_tables uniform_q_len")  # of the paged wrapper's plan
 _OF_PLAN = [name for name in signature(BatchPrefillWithPagedKVCacheWrapper.plan).parameters if name not in _OTHERS]
-_OF_PAGED = words(
-    "self float_workspace_buffer kv_layout use_cuda_graph qo_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf",
-    "paged_kv_last_page_len_buf",
-)  # of the constructor
 _TYPES = ("q_data_type", "kv_data_type", "o_data_type")
 
 
@@ -89,7 +85,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
 
     @takes(
         derived.ranges_init,
-        (*_OF_PAGED, "pos_encoding_mode", "q_data_type", "kv_data_type", "o_data_type", "head_dim_qk", "head_dim_vo"),
+        (*TABLES, "pos_encoding_mode", "q_data_type", "kv_data_type", "o_data_type", "head_dim_qk", "head_dim_vo"),
         BatchPrefillWithPagedKVCacheWrapper.__init__,
         BatchPrefillWithPagedKVCacheWrapper.plan,
         q_data_type="bfloat16",
@@ -104,7 +100,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         types = tuple(type_fields(*(given[name] for name in _TYPES)).values())
         self._compiled = {**dims, **dict(zip(_TYPES, types))}
         jit_args = variant(types, (dims["head_dim_qk"], dims["head_dim_vo"]))
-        super().__init__(**{name: given[name] for name in _OF_PAGED[1:]}, jit_args=jit_args)
+        super().__init__(**{name: given[name] for name in TABLES[1:]}, jit_args=jit_args)
         self._variant_owns_mask = True  # on Hopper's kernel too, which the argument of that name excludes
 
     @fi_api

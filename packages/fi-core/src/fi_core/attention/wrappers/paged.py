@@ -12,10 +12,17 @@ from fi_core.attention.contract import Cache, check_length, lengths_of, unpack
 from fi_core.attention.wrappers import trace
 from fi_core.attention.wrappers.base import older_form
 from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
+from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import method_with_lse
 from fi_core.runtime.signature import takes
+
+# Of the constructor, which wrappers like this one take too.
+TABLES = words(
+    "self float_workspace_buffer kv_layout use_cuda_graph qo_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf",
+    "paged_kv_last_page_len_buf",
+)
 
 
 @fi_api

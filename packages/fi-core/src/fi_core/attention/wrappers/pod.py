@@ -8,12 +8,11 @@ from typing import Any
 
 from fi_core.attention import contract, derived
 from fi_core.attention.contract import LAYOUTS, POS_ENCODINGS, Cache, code, last_value, row_elements, unpack
-from fi_core.attention.custom import CustomAttention, derived_scalars
+from fi_core.attention.custom import CustomAttention, VariantCall, derived_scalars
 from fi_core.attention.forms.single import single_prefill_with_kv_cache
 from fi_core.attention.forms.tables_prefill import attend_once
 from fi_core.attention.ops.prefill import BATCH_PREFILL
 from fi_core.attention.ops.request import alignment, facts_of
-from fi_core.attention.variant import VariantCall
 from fi_core.attention.wrappers import mixed_trace
 from fi_core.attention.wrappers.base import AroundWrapper
 from fi_core.attention.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper

@@ -5,17 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from fi_core.attention import derived
-from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from fi_core.attention.wrappers.paged import TABLES, BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import WrongBackendError
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.signature import takes
 
-_OF_PAGED = words(
-    "self float_workspace_buffer kv_layout use_cuda_graph qo_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf",
-    "paged_kv_last_page_len_buf custom_mask_buf mask_indptr_buf backend",
-)
+_OF_PAGED = (*TABLES, "custom_mask_buf", "mask_indptr_buf", "backend")
 _IGNORED = words("pos_encoding_mode use_fp16_qk_reduction q_data_type kv_data_type head_dim_qk head_dim_vo")
 
 

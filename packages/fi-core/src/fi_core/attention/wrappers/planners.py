@@ -202,11 +202,11 @@ def get_batch_prefill_module(backend: str, *_: Any) -> Planner:
     return PLANNER
 
 
-class _MlaPlan:
-    """`_cached_module.plan` of the MLA wrapper: engines call it, or its `default`, in the replay of a CUDA graph."""
+class MlaPlanner:
+    """`_cached_module` of an MLA wrapper: engines call its `plan`, or `plan.default`, in the replay of a CUDA graph."""
 
-    def __call__(
-        self,
+    @staticmethod
+    def plan(
         float_workspace_buffer: torch.Tensor,
         int_workspace_buffer: torch.Tensor,
         pin_memory_int_workspace_buffer: torch.Tensor,
@@ -232,18 +232,9 @@ class _MlaPlan:
         info: list[int] = wrapper._end(plan, tables)
         return info
 
-    @property
-    def default(self) -> _MlaPlan:
-        return self
-
-
-class MlaPlanner:
-    """`_cached_module` of an MLA wrapper."""
-
-    plan = _MlaPlan()
-
 
 MLA_PLANNER = MlaPlanner()
+MlaPlanner.plan.default = MlaPlanner.plan  # type: ignore[attr-defined]
 
 
 def get_batch_mla_module(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fi_core.linear_attention.mamba_ops import SSD_CHUNK_BYTES, SSD_COMBINED
+from fi_core.linear_attention.mamba_ops import SSD_COMBINED
 from fi_core.linear_attention.ops import CHUNK_GATED_DELTA_RULE, SELECTIVE_STATE_UPDATE
 from fi_core.runtime.dispatch import Request, choose
 from fi_core.runtime.launch.kernel import rehearse
@@ -110,10 +110,8 @@ def test_ctas_of_mamba_prefill_copy_for_each_other(
     """Where two heads have a group; with more stages where no SM gets two CTAs."""
     kernel = rehearse(choose(Request.of(SSD_COMBINED, Target("cuda", "90a"), {})).spec, 132, SHARED["90a"])
     x, b = (torch.empty(1, 128, n, size, dtype=torch.bfloat16) for n, size in ((heads, 64), (groups, 128)))
-    size = (2 + sequences) * heads * SSD_CHUNK_BYTES
     arguments: dict[str, Any] = {
         "out": x, "x": x.clone(), "dt": torch.empty(1, 128, heads), "A": torch.empty(heads), "B": b, "C": b,
-        "workspace": torch.empty(size, dtype=torch.uint8),
         "cu_seqlens": torch.empty(sequences + 1, dtype=torch.int32),
     }  # fmt: skip
     if kept:

@@ -122,7 +122,6 @@ class SsdConfig(NamedTuple):
 
 
 _CHUNK = 64  # tokens
-SSD_CHUNK_BYTES = 2 * CHUNK_MATRIX + 4 * 4 * _CHUNK  # of the workspace, of a chunk and head
 
 
 def _prepare_entry(axes: Values) -> Entry:
@@ -160,11 +159,11 @@ _SSD_WIDTH = Constraint("width", "in", (64, 128))
 SSD_COMBINED = Op(
     name="ssd_combined",
     family="linear_attention",
-    arguments="Tensor(a!) out, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor(b!)? workspace=None, "
-    "Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float dt_low=0.0, "
+    arguments="Tensor(a!) out, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D=None, "
+    "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float dt_low=0.0, "
     "float dt_high=3.4e38, Tensor? cu_seqlens=None, Tensor? initial_states=None, "
-    "Tensor? initial_state_indices=None, Tensor(c!)? final_states=None, Tensor? final_state_indices=None, "
-    "Tensor(d!)? checkpoint_states=None, Tensor? checkpoint_token_indices=None, "
+    "Tensor? initial_state_indices=None, Tensor(b!)? final_states=None, Tensor? final_state_indices=None, "
+    "Tensor(c!)? checkpoint_states=None, Tensor? checkpoint_token_indices=None, "
     "Tensor? checkpoint_state_slots=None, Tensor? checkpoint_last=None, bool? enable_pdl=None",
     fields={"dtype": Field(("bf16", "f16"), "bf16"), "width": Field(None, 128), "dim": Field(None, 64)},
     axes={"dtype": ("bf16", "f16"), "width": (64, 128), "dim": (32, 64, 128)},

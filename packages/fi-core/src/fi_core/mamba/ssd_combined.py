@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fi_core.linear_attention.mamba_ops import SSD_CHUNK_BYTES
 from fi_core.linear_attention.mamba_ops import ssd_combined as _ssd
 from fi_core.linear_attention.mamba_trace import SSD
 from fi_core.observe.log import fi_api
-from fi_core.runtime.machine import rehearsal
 
 if TYPE_CHECKING:
     import torch
 
-_CHUNK = 64  # tokens, of the kernels
 _REFERENCE_CHUNK = 128  # tokens, of seq_chunk_cumsum
 
 
@@ -27,19 +24,14 @@ def _scan(
     A: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
-    sequences: int,
     dt_limit: tuple[float, float],
     **more: Any,
 ) -> None:
-    """x `[b, T, heads, dim]`. The workspace holds the decayed scores of each chunk and head."""
-    workspace = None
-    if x.is_cuda or rehearsal():
-        chunks = x.shape[0] * x.shape[1] // _CHUNK + sequences
-        workspace = x.new_empty(chunks * x.shape[2] * SSD_CHUNK_BYTES // 2)
+    """x `[b, T, heads, dim]`."""
     given = {name: value for name, value in more.items() if value is not None}  # names are slower
     if dt_limit != _UNBOUNDED:
         given["dt_low"], given["dt_high"] = _limits(dt_limit)
-    _ssd(out, x, dt, A, B, C, workspace, **given)
+    _ssd(out, x, dt, A, B, C, **given)
 
 
 def _limits(dt_limit: tuple[float, float]) -> tuple[float, float]:
@@ -191,7 +183,7 @@ def ssd_combined_fwd(
         dtype = torch.bfloat16 if like is None else like.dtype
         final_states = x.new_empty((sequences, *x.shape[2:], B.shape[-1]), dtype=dtype)
     _scan(
-        out, x, dt, A, B, C, sequences, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit,
+        out, x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit,
         cu_seqlens=cu_seqlens, initial_states=initial_states, initial_state_indices=initial_state_indices,
         final_states=final_states, final_state_indices=final_state_indices, checkpoint_states=checkpoint_states,
         checkpoint_token_indices=checkpoint_token_indices, checkpoint_state_slots=checkpoint_state_slots,
@@ -267,7 +259,6 @@ def mamba_chunk_scan_combined_varlen(
         A,
         B[None],
         C[None],
-        sequences,
         D=D,
         z=None if z is None else z[None],
         dt_bias=dt_bias,

@@ -200,7 +200,8 @@ void ssd_combined(const Kernel& kernel, const SsdCombinedArgs& a) {
     check_rows(t, 8);
   const int64_t chunks = total / kChunkTokens + sequences, matrices = chunks * heads;
   const int64_t needed = matrices * (2 * kChunkMatrix + 4 * kSsdFactors);
-  char* at = workspace_of(a.workspace, a.x, needed);
+  const CallMemory memory(a.x, needed);  // the decayed scores and factors of each chunk and head
+  char* at = memory.data();
   p.scores = at;
   p.factors = reinterpret_cast<float*>(at + matrices * 2 * kChunkMatrix);
   p.unit_heads = 8;
@@ -221,7 +222,7 @@ void ssd_combined(const Kernel& kernel, const SsdCombinedArgs& a) {
   p.slices = divisor(static_cast<uint32_t>(dim / SsdCombinedConfig::of(through).columns));
   start(through, sequences * heads * p.slices.value);
 #else
-  (void)a.enable_pdl, (void)a.workspace;
+  (void)a.enable_pdl;
   run_cpu(p, a.x.dtype());
 #endif
 }

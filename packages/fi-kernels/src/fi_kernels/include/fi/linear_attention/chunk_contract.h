@@ -28,17 +28,6 @@ inline void check_rows(const Tensor& t, int64_t bytes) {
            t.name(), static_cast<long long>(bytes), t.data(), t.shape_str().c_str());
 }
 
-// The memory of a call. Raises unless the workspace has so many bytes.
-inline char* workspace_of(const OptionalTensor& t, const Tensor& other, int64_t needed) {
-  FI_CHECK(t, ValueError, "workspace must be given on CUDA: %lld bytes", static_cast<long long>(needed));
-  t.is({kU8, kF16, kBF16}).on(other).contiguous();
-  const int64_t given = t.numel() * t.dtype().bytes();
-  FI_CHECK(given >= needed && t.alignment(16, {}) == 16, ValueError,
-           "workspace must have %lld bytes at a multiple of 16; got %lld at %p", static_cast<long long>(needed),
-           static_cast<long long>(given), t.data());
-  return t.data<char>();
-}
-
 // Memory of torch's allocator for one call: after it, what follows on the stream may take the memory.
 class CallMemory {
  public:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from numbers import Real
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from fi_core.runtime.errors import UnknownWordError, blame, unsupported
 from fi_core.runtime.lazy import torch
@@ -70,20 +70,15 @@ def encoding(pos_encoding_mode: str) -> int:
     return code(POS_ENCODINGS, pos_encoding_mode, "pos_encoding_mode")
 
 
-class Scores(NamedTuple):
-    """The options of the scores as the wrappers take them; `_asdict` passes them on to another wrapper's `plan`."""
+SCORES = ("pos_encoding_mode", "logits_soft_cap", "sm_scale", "rope_scale", "rope_theta")  # options of the wrappers
 
-    pos_encoding_mode: str
-    logits_soft_cap: float | None
-    sm_scale: float | None
-    rope_scale: float | None
-    rope_theta: float | None
 
-    def fields(self) -> dict[str, Any]:
-        """The fields of a plan for them. Raises KeyError and TypeError."""
-        given, usual = self._asdict(), {"logits_soft_cap": 0.0, "sm_scale": None, "rope_scale": 1.0, "rope_theta": 1e4}
-        found = {n: default if given[n] is None else number(given[n], n) for n, default in usual.items()}
-        return {"pos_encoding": encoding(self.pos_encoding_mode), "soft_cap": found.pop("logits_soft_cap"), **found}
+def score_fields(pos_encoding_mode: str, *values: float | None) -> dict[str, Any]:
+    """The fields of a plan for the options SCORES. Raises KeyError and TypeError."""
+    usual = {"soft_cap": 0.0, "sm_scale": None, "rope_scale": 1.0, "rope_theta": 1e4}
+    given = zip(usual.items(), SCORES[1:], values)
+    found = {field: default if x is None else number(x, name) for (field, default), name, x in given}
+    return {"pos_encoding": encoding(pos_encoding_mode), **found}
 
 
 def check_workspace(buffer: torch.Tensor, name: str, contiguous: bool = True) -> None:

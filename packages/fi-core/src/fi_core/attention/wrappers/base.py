@@ -144,7 +144,7 @@ def _returning_lse(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-_OF_PLAN = (*contract.Scores._fields, "causal", "window_left")
+_OF_PLAN = (*contract.SCORES, "causal", "window_left")
 
 
 def older_form(like: F, run: Any, plan: Callable[..., Any], *names: str) -> F:
@@ -155,8 +155,8 @@ def older_form(like: F, run: Any, plan: Callable[..., Any], *names: str) -> F:
         options = {name: given.pop(name) for name in _OF_PLAN if name in given}
         given.pop("use_fp16_qk_reduction", None)
         if options:
-            scores = contract.Scores(*(options.pop(name) for name in contract.Scores._fields))
-            self._replace_options(**options, **scores.fields())
+            scores = contract.score_fields(*(options.pop(name) for name in contract.SCORES))
+            self._replace_options(**options, **scores)
         return self.run(**given)
 
     forward.__qualname__, forward.__module__ = f"{run.__qualname__.rpartition('.')[0]}.forward", run.__module__

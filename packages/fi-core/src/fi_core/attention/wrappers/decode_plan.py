@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fi_core.attention import contract
-from fi_core.attention.contract import Scores, computed
+from fi_core.attention.contract import computed, score_fields
 from fi_core.attention.mask import pack_drafts
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.schedule import DecodePlan, DecodeWorkspaces, split_kv_of
@@ -120,7 +120,7 @@ class BatchDecodePlan(BatchWrapper):
         fields |= {"batch_size": batch_size, "page_size": page_size, "most_ctas": most_ctas, "window_left": window_left}
         fields |= {"window_right": window_right if is_causal is None or is_causal else -1}
         fields |= contract.type_fields(q_dtype, kv_dtype, o_dtype, dtype)
-        fields |= Scores(pos_encoding, soft_cap, *scales).fields()
+        fields |= score_fields(pos_encoding, soft_cap, *scales)
         plan = DecodePlan(split_kv=split_kv_of(fixed_split_size, page_size, disable_split_kv), **fields)
         return self._shapes.keep(options, self._shaped(plan))
 

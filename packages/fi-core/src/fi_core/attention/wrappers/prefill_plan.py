@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fi_core.attention import contract, mask
-from fi_core.attention.contract import Scores, computed, flag, scales_of
+from fi_core.attention.contract import computed, flag, scales_of, score_fields
 from fi_core.attention.ops import prefill as ops
 from fi_core.attention.ops.request import LOAD_BYTES, alignment, by_variant
 from fi_core.attention.schedule import PrefillPlan
@@ -176,7 +176,7 @@ class BatchPrefillPlan(BatchWrapper):
             sizes, rest = dict(zip(_SIZES, options)), options[len(_SIZES) :]
             contract.check_shape(options[0], options[1], options[4], head_dim_qk=options[2], head_dim_vo=options[3])
             kept = {name: getattr(own, name) for name in ("kv_layout", "backend", "num_ctas", "schedule")}
-            fields = {**kept, **sizes, **Scores(*rest[:5]).fields(), **contract.type_fields(*rest[5:])}
+            fields = {**kept, **sizes, **score_fields(*rest[:5]), **contract.type_fields(*rest[5:])}
             splits_kv = not (splits[1] or (splits[0] or 0) > 0 or is_on())
             plan = PrefillPlan(batch_size=batch_size, splits_kv=splits_kv, **fields)
             found = self._shapes.keep(key, plan)

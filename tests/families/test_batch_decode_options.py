@@ -172,7 +172,7 @@ CALL = (
         ({"lse": torch.ones(2, 4).half()}, ValueError, "lse: dtype must be torch.float32"),
         ({"sinks": torch.ones(3)}, ValueError, "sinks must have shape"),
         ({"sinks": torch.ones(4).half()}, TypeError, "sinks must be float32"),
-        ({"q_scale": "big"}, TypeError, "bmm1_scale must be a dense tensor"),
+        ({"q_scale": "big"}, TypeError, "q_scale must be a dense tensor"),
         ({"kv_cache_sf": torch.ones(1)}, ValueError, "kv_cache_sf: paged_kv_cache of uint8, which is NVFP4"),
         ({"kv_data_type": torch.uint8}, ValueError, "kv_data_type torch.uint8 was planned; got torch.float16"),
         ({"page_size": 32}, ValueError, "paged_kv_cache: page_size 32 .* were planned"),
@@ -265,7 +265,7 @@ def test_run_before_plan_and_other_windows_are_refused() -> None:
 def test_graph_mode_refuses_other_batches() -> None:
     p = paged([20, 9])
     ints = torch.zeros(8, dtype=torch.int32)
-    with pytest.raises(ValueError, match="paged_kv_indptr_buffer: length 3 is required"):
+    with pytest.raises(ValueError, match="Wrapper: indptr_buffer: length 3 is required"):
         CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), ints[:4], ints, ints[:2])
     wrapper = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), ints[:3], ints[3:6], ints[6:], "NHD", True)
     wrapper.plan(*p.plan_arguments())

@@ -212,7 +212,7 @@ def test_refusals() -> None:
         ({"bias": w["bias"].float()}, TypeError, "bias must have the dtype of x"),
         ({"conv_states": state[:, :, :2]}, ValueError, "conv_states must hold 3 inputs"),
         ({"query_start_loc": table(0, 9)}, ValueError, "query_start_loc must end at 8 or less; got 9"),
-        ({"cache_indices": table(2)}, ValueError, "slots must be below 2"),
+        ({"cache_indices": table(2)}, ValueError, "cache_indices must be below 2"),
         ({"has_initial_state": torch.ones(1)}, TypeError, "has_initial_state must be bool"),
         ({"block_idx_first_scheduled_token": table(0)}, ValueError, "block_size_to_align must be above 0"),
     ):

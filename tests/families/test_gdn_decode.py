@@ -257,7 +257,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dt_bias": torch.zeros(4, 128)}, ValueError, "dt_bias must have shape"),
     ({"q": torch.zeros(2, 1, 2, 128)}, ValueError, "requires dtype in bf16, f16, got f32"),
     ({"k": torch.zeros(2, 1, 3, 128, dtype=BF16)}, ValueError, "k must have a number of heads that divides 4"),
-    ({"output": torch.zeros(2, 1, 4, 64, dtype=BF16)}, ValueError, "out must have shape"),
+    ({"output": torch.zeros(2, 1, 4, 64, dtype=BF16)}, ValueError, "output must have shape"),
 ]  # fmt: skip
 
 

@@ -332,7 +332,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": torch.zeros(5, 3, 128, dtype=BF16)}, ValueError, "k must have a number of heads that divides 4"),
     ({"v": torch.zeros(5, 4, 128, dtype=F16)}, TypeError, "v must have the dtype of q"),
     ({"initial_state": torch.zeros(2, 4, 128, 128)}, ValueError, "initial_state must have shape"),
-    ({"output": torch.zeros(5, 4, 128)}, TypeError, "out must have the dtype of q"),
+    ({"output": torch.zeros(5, 4, 128)}, TypeError, "output must have the dtype of q"),
     ({"cu_seqlens": torch.tensor([0, 6])}, ValueError, "cu_seqlens must end at 5 or less; got 6"),
     ({"cu_seqlens": torch.tensor([0, 3, 2])}, ValueError, "cu_seqlens must not decrease"),
 ]  # fmt: skip

@@ -393,7 +393,7 @@ REFUSALS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (
         lambda: fi_core.bmm_fp8(one(1, 2, 16), one(1, 16, 4), f32(3), f32(1), torch.bfloat16),
-        ValueError, "a_scale must have one element",
+        ValueError, "A_scale must have one element",
     ),
     (lambda: fi_core.mm_fp8(one(2, 16), one(4, 16), f32(2)), ValueError, "alpha must have one element"),
     (lambda: fi_core.mm_fp8(one(2, 16), one(4, 16), f32(1), a_scale=f32(2)), ValueError, "alpha must be None"),

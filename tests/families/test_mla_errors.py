@@ -104,7 +104,7 @@ def test_bad_scales_name_the_argument(device: str) -> None:
         ({"kpe_scale": 1.0, "ckv_scale": -1.0}, "ckv_scale: a finite positive"),
         ({"ckv_scale": 1.0}, "kpe_scale: a finite positive"),
         ({"kpe_scale": math.inf, "ckv_scale": 1.0}, "kpe_scale: a finite positive"),
-        ({"kpe_scale": 1.0, "ckv_scale_arr": array[..., :2]}, "ckv_scales"),
+        ({"kpe_scale": 1.0, "ckv_scale_arr": array[..., :2]}, "ckv_scale_arr must"),
     ):
         with pytest.raises(ValueError, match=words):
             wrapper.run(*b.run_arguments(), **options)

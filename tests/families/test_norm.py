@@ -320,7 +320,7 @@ def test_compiled_in_place(device: str) -> None:
 def test_the_residual_is_another_tensor_than_the_input() -> None:
     """Both are written: the sum would be of the input with itself."""
     x = torch.ones(2, 64)
-    with pytest.raises(ValueError, match="out and residual are written, so they must not be the same memory"):
+    with pytest.raises(ValueError, match="input and residual are written, so they must not be the same memory"):
         fi_core.fused_add_rmsnorm(x, x, torch.ones(64))
     with pytest.raises(ValueError, match="eps must be 0 or more; got -1"):
         fi_core.rmsnorm(x, torch.ones(64), eps=-1.0)

@@ -259,9 +259,13 @@ def test_mixed_batches_and_shared_prefixes(device: str) -> None:
     ("change", "error", "words"),
     [
         ({"kv_cache_sf": None}, ValueError, "kv_cache_sf: the scales of paged_kv_cache are required"),
-        ({"kv_cache_sf": 3}, KeyError, "kv_cache_sf: must be a tensor or a tuple"),
-        ({"kv_cache_sf": (torch.zeros(1, 16, 2, 8),) * 2}, TypeError, "k_scales must be"),
-        ({"kv_cache_sf": (torch.zeros(9, 16, 2, 4, dtype=U8),) * 2}, ValueError, "k_scales must have the shape of"),
+        ({"kv_cache_sf": 3}, TypeError, "kv_cache_sf: a tuple .* is required; got a int"),
+        ({"kv_cache_sf": (torch.zeros(1, 16, 2, 8),) * 2}, TypeError, r"kv_cache_sf\[0\] must be"),
+        (
+            {"kv_cache_sf": (torch.zeros(9, 16, 2, 4, dtype=U8),) * 2},
+            ValueError,
+            r"kv_cache_sf\[0\] must have the shape",
+        ),
     ],
 )
 def test_refusals(change: dict[str, Any], error: type[Exception], words: str) -> None:

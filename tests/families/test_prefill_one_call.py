@@ -130,8 +130,8 @@ def test_block_tables_are_checked(device: str) -> None:
     k, v = b.ragged()
     rows, keys = b.q.shape[0], k.shape[0]
     for qo, kv, words in (
-        (b.qo_indptr + 1, b.kv_indptr, f"q must have the rows .*; got {rows} rows"),
-        (b.qo_indptr, b.kv_indptr + 9, f"k must have the tokens .*; got {keys} tokens"),
+        (b.qo_indptr + 1, b.kv_indptr, f"query must have the rows .*; got {rows} rows"),
+        (b.qo_indptr, b.kv_indptr + 9, f"key must have the tokens .*; got {keys} tokens"),
     ):
         with pytest.raises(ValueError, match=words):
             trtllm_ragged_attention_deepseek(

@@ -295,7 +295,7 @@ X, ONE = torch.zeros(4, 64, dtype=torch.bfloat16), torch.ones(1)
             ValueError,
             r"per_token_activation: a of shape \[m, k\]",
         ),
-        (lambda: fi_core.mxfp4_quantize(X[:, :48]), ValueError, "input must have .* multiple of 32"),
+        (lambda: fi_core.mxfp4_quantize(X[:, :48]), ValueError, "a must have .* multiple of 32"),
         (
             lambda: fi_core.silu_and_mul_nvfp4_quantize(X[:, :48], ONE),
             ValueError,

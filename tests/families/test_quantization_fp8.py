@@ -145,7 +145,7 @@ X = torch.zeros(4, 64, dtype=torch.bfloat16)
             "backend: .* got 'triton'",
         ),
         (lambda: fi_core.per_token_group_quant_8bit(X, 48), ValueError, "group_size: 16, 32, .* got 48"),
-        (lambda: fi_core.per_token_group_quant_8bit(X, 128), ValueError, r"input .*multiple of 128; got \[4, 64\]"),
+        (lambda: fi_core.per_token_group_quant_8bit(X, 128), ValueError, r"x .*multiple of 128; got \[4, 64\]"),
         (
             lambda: fi_core.per_token_group_quant_8bit(X, 16, dst_dtype=torch.uint8),
             TypeError,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,8 @@ import torch
 from torch import _neg_view
 
 import fi_core
+from families.prefill_batch import batch
+from families.test_descriptions import DESCRIBED
 from fi_core.comm import Mapping, MoeAlltoAll
 from fi_core.comm.mnnvl import MnnvlConfig, OneRank
 from fi_core.observe import api
@@ -101,6 +105,62 @@ def test_a_tensor_of_a_wrong_kind_is_named(name: str, arguments: dict[str, Any],
         getattr(fi_core, name)(**arguments)
 
 
+LAYERS = ("fi_core.fused_moe", "fi_core.lora")  # their kernels read what others have computed
+
+
+def test_a_kernel_names_the_argument_of_its_caller() -> None:
+    """Not that of the operator: `paged_kv_cache[0]` is k there, and k_scale bmm1_scale."""
+    refused, wrong = 0, []
+    for found in DESCRIBED:
+        given = found.template.sample(**(found.template.samples[0] if found.template.samples else {}))
+        own, bound = found.own(given), found.bind(given)
+        if found.function.__module__.startswith(LAYERS):
+            continue
+        call = getattr(sys.modules[bound.__module__], bound.__name__, bound)
+        for name, value in own.items():
+            for i, x in enumerate(value if isinstance(value, tuple) else [value]):
+                if not isinstance(x, torch.Tensor) or not x.ndim or x.shape[-1] < 2:
+                    continue
+                gaps = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)[..., ::2]
+                changed = (*value[:i], gaps, *value[i + 1 :]) if isinstance(value, tuple) else gaps
+                try:
+                    call(**{**own, name: changed})
+                except (TypeError, ValueError) as error:
+                    refused += 1
+                    said = str(error).partition("; got tensors of")[0]
+                    wrong += [] if re.search(rf"\b{name}\b", said) else [f"{found.name} {name}: {said}"]
+    assert refused > 300 and wrong == []
+
+
+@pytest.mark.parametrize(("scale", "words"), [(torch.ones(2), "one element"), (torch.ones(1).half(), "float32"),
+                                              ("big", "a dense tensor")])  # fmt: skip
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
+def test_a_scale_of_a_run_is_named(name: str, scale: Any, words: str) -> None:
+    b = batch([(1, 20), (1, 3)])
+    decode = fi_core.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    decode.plan(*b.pool.plan_arguments(), **b.pool.dtypes)
+    prefill = fi_core.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    prefill.plan(*b.paged_plan(), **b.types())
+    for wrapper in (decode, prefill):
+        with pytest.raises((TypeError, ValueError), match=rf"{name} must .*{words}"):
+            wrapper.run(b.q, b.cache, **{name: scale})
+
+
+def test_names_of_callers_in_turn() -> None:
+    """A wrapper around a wrapper has names of its own, also for what it converts."""
+    b = batch([(1, 20), (1, 3)])
+    p = b.pool
+    given = {"qo_indptr": b.qo_indptr, "kv_indptr": p.indptr, "kv_indices": p.indices, "kv_len_arr": p.seq_lens()}
+    sizes = (*b.heads, *b.dims, p.page_size)
+    types = dict.fromkeys(("q_data_type", "kv_data_type"), b.q.dtype)
+    mixed = fi_core.BatchAttention(device="cpu")
+    mixed.plan(*given.values(), *sizes, **types)
+    for cache, words in ((tuple(x.bfloat16() for x in b.cache), "kv_cache: kv_data_type torch.float16 was planned"),
+                         ((b.cache[0], b.cache[1][:1]), r"kv_cache\[1\] must have shape")):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"\b{words}"):
+            mixed.run(b.q, cache)
+
+
 def test_q_and_k_rotated_in_place_are_two_tensors() -> None:
     """One tensor would be rotated twice."""
     q = torch.ones(2, 1, 64)
@@ -136,7 +196,7 @@ def test_a_cache_in_one_tensor_is_not_blamed_for_another_argument() -> None:
     """Descriptions have the shape of K and of V, which one tensor of both does not have."""
     q, cache = torch.ones(2, 1, 64, dtype=torch.float16), torch.ones(2, 2, 1, 16, 64, dtype=torch.float16)
     tables, lengths = torch.zeros(2, 1, dtype=torch.int32), torch.ones(4, dtype=torch.int32)[::2]
-    with pytest.raises(ValueError, match=r"kv_len must be contiguous; .* with stride 2 .*kv_cache .*seq_lens \[2\]"):
+    with pytest.raises(ValueError, match=r"seq_lens must be contiguous; got shape \[2\] with stride 2"):
         fi_core.decode.trtllm_batch_decode_with_kv_cache(
             q, cache, torch.zeros(8 << 20, dtype=torch.uint8), tables, lengths, 1
         )
@@ -149,7 +209,7 @@ INDPTR, LAST = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torc
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"float_workspace_buffer": 3}, "float_workspace_buffer: a torch.Tensor is required"),
+        ({"float_workspace_buffer": 3}, "float_workspace_buffer must be a torch.Tensor; got an int"),
         ({"jit_args": 3}, "jit_args: a tuple is required"),
         ({"paged_kv_indptr_buffer": torch.zeros(1, dtype=torch.int32).expand(2)}, "paged_kv_indptr_buffer: a contig"),
         ({"paged_kv_indices_buffer": INDPTR[None]}, "paged_kv_indices_buffer: a contig"),
@@ -174,7 +234,7 @@ def test_an_argument_of_a_wrapper_is_named(wrong: dict[str, Any], named: str) ->
         ({"rope_scale": torch.ones(2)}, "rope_scale: a number is required"),
         ({"fixed_split_size": torch.ones(2)}, "plan: fixed_split_size must be an integer or None; got a Tensor"),
         ({"indptr": INDPTR[None]}, "indptr: .*integers are required"),
-        ({"indices": [0]}, "indices: a torch.Tensor is required"),
+        ({"indices": [0]}, "indices must be a torch.Tensor; got a list"),
         ({"is_causal": torch.ones(2)}, "plan: is_causal must be a bool or None; got a Tensor"),
         (
             {"seq_lens": LAST.to_sparse(), "q_len_per_req": 2},

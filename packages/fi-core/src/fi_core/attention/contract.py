@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from numbers import Real
 from typing import Any, TypeAlias
 
-from fi_core.runtime.errors import UnknownWordError, blame, unsupported
+from fi_core.observe.subject import blamed
+from fi_core.runtime.errors import UnknownWordError, unsupported
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.tensors import unreadable
 from fi_core.utils import (
@@ -82,9 +83,7 @@ def score_fields(pos_encoding_mode: str, *values: float | None) -> dict[str, Any
 
 
 def check_workspace(buffer: torch.Tensor, name: str, contiguous: bool = True) -> None:
-    """Raises ValueError unless the bytes of a workspace may be used for anything, and TypeError for no tensor."""
-    if not hasattr(buffer, "layout"):
-        blame(TypeError(), **{name: buffer})
+    """Raises ValueError unless the bytes of a workspace may be used for anything."""
     form = "nested" if buffer.is_nested else "conjugate" if buffer.is_conj() else "negated" if buffer.is_neg() else ""
     if form or str(buffer.layout) != "torch.strided" or buffer.is_quantized or not buffer.ndim:
         raise ValueError(
@@ -97,19 +96,8 @@ def check_workspace(buffer: torch.Tensor, name: str, contiguous: bool = True) ->
         raise ValueError(f"{name}: a contiguous tensor is required; got strides {buffer.stride()}")
 
 
-def viewed(name: str, x: torch.Tensor, *shape: int) -> torch.Tensor:
-    """A view of the tensor in another shape. Raises ValueError, naming the argument, if its strides permit none."""
-    try:
-        return x.view(*shape)
-    except RuntimeError:
-        raise ValueError(
-            f"{name}: strides that permit a view of shape {list(shape)} are required; got shape {list(x.shape)} with "
-            f"strides {x.stride()}: call .contiguous()"
-        ) from None
-
-
 def check_graph_buffer(buffer: torch.Tensor, name: str) -> None:
-    """Raises ValueError unless a plan can copy a table into the buffer, for a CUDA graph to read."""
+    """Raises ValueError or TypeError unless a plan can copy a table into the buffer, for a CUDA graph to read."""
     if not hasattr(buffer, "layout"):
         raise ValueError(f"{name}: a tensor is required with use_cuda_graph; got {buffer!r}")
     problem = unreadable(buffer)
@@ -117,6 +105,8 @@ def check_graph_buffer(buffer: torch.Tensor, name: str) -> None:
         problem = f"got shape {tuple(buffer.shape)} with strides {buffer.stride()}"
     if problem:
         raise ValueError(f"{name}: a contiguous tensor with data and one dimension is required; {problem}")
+    if buffer.dtype is not torch.int32:
+        raise TypeError(f"{name}: int32 is required, which graphs read; got {buffer.dtype}")
 
 
 def dtype_of(dtype: torch.dtype | str, argument: str) -> torch.dtype:
@@ -142,9 +132,7 @@ def type_fields(q: Any, kv: Any, o: Any, both: Any = None) -> dict[str, torch.dt
     return {"q_dtype": q, "kv_dtype": kv, "o_dtype": o}
 
 
-def unpack(
-    cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_layout: str, name: str = "paged_kv_cache (kv_cache)"
-) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack(cache: Cache, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V caches with four axes. The usual forms are tested first, because every call passes here."""
     try:
         if type(cache) is tuple and len(cache) == 2 and cache[0].ndim == 4 and cache[1].ndim == 4:
@@ -153,15 +141,11 @@ def unpack(
         if len(shape) == 5 and shape[1] == 2:
             return cache.unbind(1)  # type: ignore[return-value, union-attr]
         return _unpack_paged_kv_cache(cache, kv_layout)
-    except (AttributeError, RuntimeError) as error:
-        if hasattr(cache, "layout"):
-            blame(error, **{name: cache})
-        blame(error, **{f"{name}[{i}]": member for i, member in enumerate(cache)})
+    except Exception as error:
+        raise blamed(error, "paged_kv_cache", cache) from None
 
 
-def cache_pair(
-    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_layout: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cache_pair(kv_cache: Cache, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """`unpack`, where dim 1 of a single tensor may also be 1: the keys are the values too."""
     if getattr(kv_cache, "ndim", 0) == 5 and kv_cache.shape[1] == 1:  # type: ignore[union-attr]
         return kv_cache[:, 0], kv_cache[:, 0]  # type: ignore[call-overload]
@@ -217,7 +201,10 @@ def lengths_of(indptr: Any, last_page_len: Any, seq_lens: Any, page_size: int, d
 
 
 def check_length(last: int | None, indices: torch.Tensor, name: str) -> None:
-    """Raises ValueError if a table is shorter than its offsets, whose `last` is known, require."""
+    """Raises ValueError for a table that is no list, or shorter than its offsets, whose `last` is known, require."""
+    if indices.ndim != 1 or (indices.stride(0) != 1 and indices.numel() > 1):
+        got = f"shape {tuple(indices.shape)} with strides {indices.stride()}: call .contiguous()"
+        raise ValueError(f"{name}: one contiguous dimension is required; got {got}")
     if last is not None and last > indices.numel():
         raise ValueError(f"{name}: {last} are required, where the last request ends; got {indices.numel()}")
 
@@ -232,8 +219,8 @@ def scale_product(number: float, *scales: Any) -> tuple[float, torch.Tensor | No
     for scale in scales:
         if scale is None:
             continue
-        if isinstance(scale, (int, float)):
-            number *= scale
+        if isinstance(scale, (int, float)) or (not hasattr(scale, "layout") and isinstance(scale, Real)):
+            number *= float(scale)
         elif tensor is None:
             tensor = scale
         else:
@@ -252,6 +239,14 @@ def op_scales(scores: Sequence[Any], output: Sequence[Any], of_cache: tuple[Any,
     (sm_scale, bmm1_scale), (out_scale, bmm2_scale) = scale_product(*scores), scale_product(*output)
     found = {"sm_scale": sm_scale, "bmm1_scale": bmm1_scale, "out_scale": out_scale, "bmm2_scale": bmm2_scale}
     return found if of_cache[0] is None else {**found, "k_scales": of_cache[0], "v_scales": of_cache[1]}
+
+
+def bmm_scales(bmm1: Any, bmm2: Any, of_cache: tuple[Any, Any] = (None, None), factor: float = 1.0) -> dict[str, Any]:
+    """`op_scales` of bmm1_scale, times a factor, and bmm2_scale. Raises TypeError for None, which means no default."""
+    if bmm1 is None or bmm2 is None:
+        name = "bmm1_scale" if bmm1 is None else "bmm2_scale"
+        raise TypeError(f"{name}: a number or a fp32 tensor of one element is required; got None")
+    return op_scales((factor, bmm1), (1.0, bmm2), of_cache)
 
 
 def pages_of_chunk(fixed_split_size: int | None) -> int | None:
@@ -280,12 +275,8 @@ def scales_of(kv_cache_sf: Any, kv_layout: str, paged: bool = True) -> tuple[Any
     """The scales of NVFP4 keys and of values, of caches in the same form; (None, None) for None."""
     if kv_cache_sf is None:
         return None, None
-    if paged:
-        try:
-            return cache_pair(kv_cache_sf, kv_layout)
-        except (ValueError, KeyError, TypeError) as error:
-            words = str(error.args[0] if error.args else error).replace("paged_kv_cache (kv_cache)", "kv_cache_sf")
-            raise type(error)(words.replace("paged_kv_cache", "kv_cache_sf")) from None
+    if paged and isinstance(kv_cache_sf, (tuple, torch.Tensor)):
+        return cache_pair(kv_cache_sf, kv_layout)
     if not isinstance(kv_cache_sf, tuple) or len(kv_cache_sf) != 2:
         raise TypeError(
             f"kv_cache_sf: a tuple (scales of k, scales of v) is required; got a {type(kv_cache_sf).__name__}"

@@ -9,10 +9,11 @@ import functools
 import inspect
 import numbers
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from fi_core.observe import api
+from fi_core.observe.subject import leaves, rename
 from fi_core.observe.template import Tensor
 from fi_core.runtime.errors import FiError, UnknownWordError, UnsupportedError
 from fi_core.runtime.launch import torch_op
@@ -92,6 +93,7 @@ def _explain(error: Exception, function: Callable[..., Any], /, *args: Any, **op
         given = signature.bind_partial(*args, **options).arguments
     except TypeError:  # a function that takes more than its signature shows
         raise error from None
+    rename(error, given.items())
     called, words = _name(function, given), re.findall(r"\w+", str(error))
     for name, value in given.items():
         parameter = signature.parameters[name]
@@ -106,9 +108,9 @@ def _explain(error: Exception, function: Callable[..., Any], /, *args: Any, **op
             kind = type(value).__name__
             got = "None" if value is None else f"{'an' if kind[0] in 'aeio' else 'a'} {kind}"
             raise TypeError(f"{called}: {name} must be {required}; got {got}") from None
-        leaves = dict(_leaves(name, value)) if type(error) in _FOREIGN and isinstance(value, (tuple, list)) else {}
-        if "[torch.Tensor" in str(wanted) or any(_matches("torch.Tensor", leaf) for leaf in leaves.values()):
-            for place, leaf in leaves.items():
+        members = dict(leaves(name, value)) if type(error) in _FOREIGN and isinstance(value, (tuple, list)) else {}
+        if "[torch.Tensor" in str(wanted) or any(_matches("torch.Tensor", leaf) for leaf in members.values()):
+            for place, leaf in members.items():
                 if leaf is not None and not _matches("torch.Tensor", leaf):
                     raise TypeError(f"{called}: {place} must be a torch.Tensor; got a {type(leaf).__name__}") from None
         tensor: Any = value if type(error) in _FOREIGN and _matches("torch.Tensor", value) else None
@@ -177,21 +179,12 @@ def _is_callee(word: str) -> bool:
     return word in operators() or any(name.endswith(f":{word}") for name in api.functions)
 
 
-def _leaves(name: str, value: Any, levels: int = 3) -> Iterator[tuple[str, Any]]:
-    """The members of an argument, those of a tuple or list in it as "name[0]"."""
-    if levels and isinstance(value, (tuple, list)):
-        for i, member in enumerate(value):
-            yield from _leaves(f"{name}[{i}]", member, levels - 1)
-    else:
-        yield name, value
-
-
 def _tensors(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a call by the places of `_leaves`."""
+    """The tensors of a call by the places of `leaves`."""
     import torch
 
-    leaves = (leaf for name, value in given.items() for leaf in _leaves(name, value))
-    return {place: value for place, value in leaves if isinstance(value, torch.Tensor)}
+    found = (leaf for name, value in given.items() for leaf in leaves(name, value))
+    return {place: value for place, value in found if isinstance(value, torch.Tensor)}
 
 
 def _refuse_mixture(tensors: Mapping[str, Any], given: Mapping[str, Any], called: str, error: Exception) -> None:

@@ -1,9 +1,15 @@
-"""Which tensors a kernel can read."""
+"""Which tensors a kernel can read, what their numbers and strides permit, and where they lie."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound=Exception)
+# The object; the address of its first element, and a hash of its integers on the host, 0 where it has none.
+Place = tuple[int, int, int]
+PLACES = "places_of_tensors"
+_MOST_NUMBERS = 1 << 16  # that are compared
 
 
 def is_special(value: Any) -> bool:
@@ -60,3 +66,41 @@ def unreadable(value: Any) -> str:
     if value.is_neg():
         return "got a negative view: call resolve_neg() on it"
     return ""
+
+
+def integers(name: str, x: Any) -> Any:
+    """The tensor. Raises TypeError unless it holds integers, which others would be rounded to."""
+    import torch
+
+    if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype is torch.bool:
+        raise TypeError(f"{name}: integers are required; got {x.dtype}")
+    return x
+
+
+def _place(x: Any) -> Place:
+    if unreadable(x):
+        return id(x), 0, 0
+    kind = x.dtype
+    is_compared = x.is_cpu and x.numel() <= _MOST_NUMBERS and not (kind.is_floating_point or kind.is_complex)
+    return id(x), x.data_ptr(), hash(tuple(x.flatten().tolist())) if is_compared else 0
+
+
+def viewed(name: str, x: Any, *shape: int) -> Any:
+    """A view of the tensor in another shape. Raises ValueError, naming the argument, if its strides permit none."""
+    try:
+        return x.view(*shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: strides that permit a view of shape {list(shape)} are required; got shape {list(x.shape)} with "
+            f"strides {x.stride()}: call .contiguous()"
+        ) from None
+
+
+def places(arguments: Iterable[tuple[str, Any]]) -> dict[str, Place]:
+    return {name: _place(x) for name, x in arguments if x is not None and not isinstance(x, (int, float))}
+
+
+def note(error: E, arguments: Iterable[tuple[str, Any]]) -> E:
+    """The error, with the places of the tensors, or of what came instead, that its text may name; none is kept."""
+    vars(error)[PLACES] = places(arguments)
+    return error

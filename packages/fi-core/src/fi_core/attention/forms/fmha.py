@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fi_core.attention.contract import POS_ENCODINGS, Scale, flat_tables, op_scales, results, viewed
+from fi_core.attention.contract import POS_ENCODINGS, Scale, flat_tables, op_scales, results
 from fi_core.attention.forms.tables_prefill import attend_once
 from fi_core.observe.log import fi_api
 from fi_core.runtime.env import env
 from fi_core.runtime.lazy import torch
+from fi_core.runtime.tensors import viewed
 from fi_core.utils import _unpack_paged_kv_cache, int32_index
 
 _CAUSAL = {"causal": True, "sliding_window": True, "chunked": True, "padding": False}

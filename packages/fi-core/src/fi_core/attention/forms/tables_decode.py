@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from fi_core.attention import contract, derived
-from fi_core.attention.contract import LAYOUTS, Cache, Scale, code, op_scales, row_elements, scales_of, viewed
+from fi_core.attention.contract import LAYOUTS, Cache, Scale, code, op_scales, row_elements, scales_of
 from fi_core.attention.forms import trace
 from fi_core.attention.forms.tables_plan import BlockTablesPlan, buffers_in, step_of
 from fi_core.attention.mask import mask_of_rank, pages_of_heads
@@ -19,6 +19,7 @@ from fi_core.runtime.invariance import is_on
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import with_lse
 from fi_core.runtime.signature import takes
+from fi_core.runtime.tensors import viewed
 from fi_core.utils import ceil_div, check_shape_dtype_device, int32_index
 
 _BACKENDS: dict[str, int] = dict.fromkeys(("auto", "trtllm-gen", "xqa"), 0)

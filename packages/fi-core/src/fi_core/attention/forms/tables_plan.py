@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fi_core.attention.contract import check_workspace, kv_type, page_tables, viewed
+from fi_core.attention.contract import check_workspace, kv_type, page_tables
 from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import Facts
 from fi_core.attention.schedule import carve
@@ -16,6 +16,7 @@ from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.invariance import is_on
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.resolve.ahead import planned
+from fi_core.runtime.tensors import viewed
 
 _MAX_CARVED = 64  # buffers that are kept per workspace; an engine may call with many batch sizes
 # Steps that a plan keeps, one for each number of requests. Host time of one that comes again 3.7 us, made anew 11.8.

@@ -16,6 +16,7 @@ from fi_core.runtime.errors import unsupported
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.resolve.ahead import planned
 from fi_core.runtime.returns import with_lse
+from fi_core.runtime.tensors import viewed
 from fi_core.utils import PosEncodingMode, int32_index
 
 _BACKENDS: dict[str, int] = dict.fromkeys(("auto", "trtllm-gen", "cute-dsl", "cutlass"), 0)
@@ -107,7 +108,7 @@ def attend_tables(
         )
     attend_once(
         out, lse, query, k, v, layout, batch_size, qo_indptr=int32_index(qo_indptr),
-        kv_len=int32_index(contract.viewed("seq_lens", seq_lens, -1)), page_indices=pages, pages_per_request=pitch,
+        kv_len=int32_index(viewed("seq_lens", seq_lens, -1)), page_indices=pages, pages_per_request=pitch,
         v_table_offset=v_table_offset, **options,
     )  # fmt: skip
 

@@ -11,7 +11,6 @@ from fi_core.attention import contract
 from fi_core.attention.schedule import PrefillPlan
 from fi_core.attention.wrappers.base import check_results, check_types
 from fi_core.observe.describe import words
-from fi_core.runtime.errors import blame
 from fi_core.runtime.invariance import check_plan, is_on
 from fi_core.runtime.lazy import torch
 
@@ -123,11 +122,7 @@ def batch_of(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, lengths: Mapping[
 
     lengths: tables with an element for each request, or None, by the names of arguments.
     """
-    try:
-        fits = kv_indptr.numel() == qo_indptr.numel() > 0
-    except AttributeError as error:
-        blame(error, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
-    if not fits:
+    if not kv_indptr.numel() == qo_indptr.numel() > 0:
         raise ValueError(
             f"kv_indptr: length {qo_indptr.numel()} is required, that of qo_indptr (batch_size + 1); "
             f"got {kv_indptr.numel()}"

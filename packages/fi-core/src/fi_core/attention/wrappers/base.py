@@ -14,7 +14,6 @@ from fi_core.attention.wrappers import planners
 from fi_core.attention.wrappers.tables import copy_tables, fixed_batch_size
 from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
-from fi_core.runtime.errors import blame
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.machine import rehearsal
 from fi_core.runtime.signature import F, takes
@@ -48,21 +47,6 @@ def check_types(plan: Any, q: Any, k: Any, v: Any, scales: Any, name: str) -> No
     if k.dtype is not plan.kv_dtype or v.dtype is not k.dtype:
         raise ValueError(f"{name}: kv_data_type {plan.kv_dtype} was planned; got {k.dtype} and {v.dtype}")
     contract.check_nvfp4(scales, k, name)
-
-
-_OF_TORCH = (AttributeError, IndexError, RuntimeError)  # errors that name no argument
-
-
-def explain(error: Exception, check: Callable[[], None], **given: Any) -> None:
-    """Raises the error that names the argument of a refused run that differs from its plan, which `check` looks for.
-
-    given: the arguments that must be tensors.
-    """
-    try:
-        check()
-    except _OF_TORCH as found:
-        if isinstance(error, _OF_TORCH):
-            blame(found, **given)
 
 
 def run_scales(

@@ -248,7 +248,7 @@ class _SharedPrefix(AroundWrapper):
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, cache: Cache, **scores: Any
     ) -> Any:
         self._inner._require_plan("forward")
-        pair = unpack(cache, self._kv_layout, "unique_kv_cache")
+        pair = unpack(cache, self._kv_layout)
         out, lse = self._inner.run(q, pair, return_lse=True)
         shared = single_prefill_with_kv_cache_return_lse(q, k_shared, v_shared, kv_layout=self._kv_layout, **scores)
         merge_state_in_place(out, lse, *shared)

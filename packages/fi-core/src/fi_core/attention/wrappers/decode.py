@@ -12,10 +12,11 @@ from fi_core.attention.ops import decode as ops
 from fi_core.attention.ops.request import by_variant
 from fi_core.attention.schedule import DecodePlan, split_kv_of
 from fi_core.attention.wrappers import arguments, trace
-from fi_core.attention.wrappers.base import explain, older_form, run_scales
+from fi_core.attention.wrappers.base import older_form, run_scales
 from fi_core.attention.wrappers.decode_plan import BatchDecodePlan, check_call
 from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
+from fi_core.observe.subject import explain
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.invariance import is_on
 from fi_core.runtime.lazy import torch
@@ -226,7 +227,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
                 ran = ops.run_planned(call, *values, *tensors)
         except Exception as error:
             check = functools.partial(check_call, plan, out, lse, q, k, v, kv_cache_sf)  # a lambda slows the rest down
-            explain(error, check, q=q, paged_kv_cache=k)
+            others = {"out": out, "lse": lse, "sinks": sinks, "kv_cache_sf": kv_cache_sf, "args": args}
+            others |= {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+            explain(error, check, others | {"paged_kv_cache": paged_kv_cache}, q=q, paged_kv_cache=k)
             raise
         self.last_choice = ran or self.last_choice
         return (out, lse) if return_lse and lse is not None else out

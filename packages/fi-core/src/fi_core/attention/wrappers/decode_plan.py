@@ -13,7 +13,7 @@ from fi_core.attention.schedule import DecodePlan, DecodeWorkspaces, split_kv_of
 from fi_core.attention.wrappers import arguments, planners
 from fi_core.attention.wrappers.base import BatchWrapper, check_results, check_types, keep, of_plan
 from fi_core.runtime.dispatch import Choice
-from fi_core.runtime.errors import blame, unsupported
+from fi_core.runtime.errors import unsupported
 from fi_core.runtime.invariance import check_plan
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.resolve.ahead import planned
@@ -139,12 +139,8 @@ class BatchDecodePlan(BatchWrapper):
 
     def _check_table(self, indptr: Any, indices: Any, last_page_len: Any, seq_lens: Any) -> int:
         """Checks the tables of a plan, and returns the batch size."""
-        try:
-            batch_size: int = last_page_len.numel()
-            bounds, count = indptr.numel(), indices.numel()
-        except AttributeError as error:
-            blame(error, indptr=indptr, indices=indices, last_page_len=last_page_len)
-        if bounds != batch_size + 1:
+        batch_size: int = last_page_len.numel()
+        if (bounds := indptr.numel()) != batch_size + 1:
             raise ValueError(f"indptr: length {batch_size + 1} is required, last_page_len's + 1; got {bounds}")
         contract.check_length(contract.last_value(indptr, "indptr"), indices, "indices")
         if seq_lens is not None and seq_lens.numel() != batch_size:
@@ -155,7 +151,7 @@ class BatchDecodePlan(BatchWrapper):
             raise ValueError(
                 f"indptr: the batch size is fixed at {self._fixed_batch_size} by use_cuda_graph; got {batch_size}"
             )
-        room = self._paged_kv_indices_buf.numel()
+        room, count = self._paged_kv_indices_buf.numel(), indices.numel()
         if count > room:
             raise ValueError(f"indices: paged_kv_indices_buffer has room for {room}; got {count}")
         return batch_size

@@ -11,10 +11,11 @@ from fi_core.attention.contract import check_backend, check_workspace, dtype_of,
 from fi_core.attention.ops import mla as ops
 from fi_core.attention.schedule import MlaPlan
 from fi_core.attention.wrappers import mla_trace, planners
-from fi_core.attention.wrappers.base import PlannedWrapper, Shapes, check_results, explain, keep, of_plan
+from fi_core.attention.wrappers.base import PlannedWrapper, Shapes, check_results, keep, of_plan
 from fi_core.attention.wrappers.tables import TABLES, MLAPlanMetadata, Tables, one_form
 from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
+from fi_core.observe.subject import explain
 from fi_core.runtime.errors import refuse
 from fi_core.runtime.invariance import check_plan, is_on
 from fi_core.runtime.lazy import torch
@@ -346,7 +347,8 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
             )
         except Exception as error:
             values = {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv_cache, "kpe_cache": kpe_cache}
-            explain(error, functools.partial(_check_run, plan, *results, **values), **values)
+            others = {"out": out, "lse": lse, "sinks": sinks, "ckv_scale_arr": ckv_scale_arr}
+            explain(error, functools.partial(_check_run, plan, *results, **values), others, **values)
             raise
         self.last_choice = ran or self.last_choice
         return (out, lse) if return_lse and lse is not None else out

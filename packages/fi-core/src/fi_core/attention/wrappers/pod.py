@@ -178,7 +178,7 @@ class PODWithPagedKVCacheWrapper(AroundWrapper):
         masks = {"custom_mask_d": custom_mask_d, "packed_custom_mask_d": packed_custom_mask_d}
         refuse("use BatchPrefillWithPagedKVCacheWrapper for decode rows with masks", **masks)
         self._inner._require_plan()
-        _, v_d = unpack(paged_kv_cache_d, self._inner._kv_layout, "paged_kv_cache_d")
+        _, v_d = unpack(paged_kv_cache_d, self._inner._kv_layout)
         out_d = q_d.new_empty(*q_d.shape[:-1], row_elements(v_d), dtype=self._inner._cached_o_data_type)
         for name, x in (("q_p", q_p), ("k_p", k_p), ("v_p", v_p)):
             if x.ndim != 3:
@@ -311,8 +311,8 @@ class BatchPODWithPagedKVCacheWrapper:
         for half in (prefill, decode):
             half._require_plan()
         masks = prefill._masks(custom_mask_p, packed_custom_mask_p, self._indptrs, self._lengths, True)
-        pair_p = unpack(paged_kv_cache_p, prefill._kv_layout, "paged_kv_cache_p")
-        pair_d = _, v_d = unpack(paged_kv_cache_d, decode._kv_layout, "paged_kv_cache_d")
+        pair_p = unpack(paged_kv_cache_p, prefill._kv_layout)
+        pair_d = _, v_d = unpack(paged_kv_cache_d, decode._kv_layout)
         ctas = divide(decode, v_d, self._operations(bool(causal_p)))
         prefill._change(causal=bool(causal_p), num_ctas=ctas, **masks)
         out_d = q_d.new_empty(*q_d.shape[:-1], row_elements(v_d), dtype=decode._cached_o_data_type)

@@ -13,7 +13,8 @@ from fi_core.attention.ops.request import LOAD_BYTES, alignment, by_variant
 from fi_core.attention.schedule import PrefillPlan
 from fi_core.attention.wrappers import arguments, planners
 from fi_core.attention.wrappers.arguments import check_call, check_rows, log_base, lse_shape
-from fi_core.attention.wrappers.base import BatchWrapper, explain, of_plan, run_scales
+from fi_core.attention.wrappers.base import BatchWrapper, of_plan, run_scales
+from fi_core.observe.subject import explain
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.invariance import is_on
 from fi_core.runtime.lazy import torch
@@ -339,7 +340,11 @@ class BatchPrefillPlan(BatchWrapper):
                 ran = ops.run_planned(call, *values, *tensors)
         except Exception as error:
             names = {"k": k, "v": v} if plan.page_indices is None else {"paged_kv_cache": k}
-            explain(error, functools.partial(self._check_call, plan, out, lse, q, k, v, kv_cache_sf), q=q, **names)
+            others = {"out": out, "lse": lse, "sinks": sinks, "kv_cache_sf": kv_cache_sf, "args": args}
+            others |= dict(zip(("q_scale", "k_scale", "v_scale"), scales))
+            others |= {} if "k" in names or v is None else {"paged_kv_cache": (k, v)}
+            check = functools.partial(self._check_call, plan, out, lse, q, k, v, kv_cache_sf)
+            explain(error, check, others, q=q, **names)
             raise
         self.last_choice = ran or self.last_choice
         if written is None:

@@ -13,7 +13,7 @@ from fi_core.attention.wrappers.base import older_form
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
-from fi_core.runtime.errors import blame, unsupported
+from fi_core.runtime.errors import unsupported
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import method_with_lse
 from fi_core.runtime.signature import takes
@@ -150,11 +150,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             raise unsupported("o_scale", o_scale, "multiply v_scale by what the output is to be scaled by")
         if self._call is None:
             self._ready()
-        try:
-            if k.ndim != 3 or v.ndim != 3:
-                raise ValueError(f"k and v must have 3 dimensions; got shapes {tuple(k.shape)} and {tuple(v.shape)}")
-        except (AttributeError, RuntimeError) as error:
-            blame(error, q=q, k=k, v=v)
+        if getattr(k, "ndim", 3) != 3 or getattr(v, "ndim", 3) != 3:
+            raise ValueError(f"k and v must have 3 dimensions; got {getattr(k, 'ndim', k)} and {getattr(v, 'ndim', v)}")
         scales, results, form = (q_scale, k_scale, v_scale), (out, lse, return_lse), (lse_base, lse_layout)
         return self._attend(q, k, v, args, scales, results, form, enable_pdl, self._sinks, kv_cache_sf)
 

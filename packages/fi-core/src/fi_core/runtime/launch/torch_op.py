@@ -15,7 +15,7 @@ from fi_core.runtime.errors import without_frames
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.spec.arguments import Argument
 from fi_core.runtime.spec.op import Op
-from fi_core.runtime.tensors import is_special, real_among_fakes, unreadable
+from fi_core.runtime.tensors import is_special, note, real_among_fakes, unreadable
 
 
 def signal(scope: dict[str, Any], before: Any = lambda: None) -> None:
@@ -93,9 +93,7 @@ def dispatch(op: Op, arguments: tuple[Any, ...], variant: Any = None) -> None:
 
 def refuse_autograd(op: Op, *arguments: Any) -> None:
     """Raises NotImplementedError, as torch's `out=` functions do, if autograd would record the call."""
-    if not torch.is_grad_enabled():
-        return
-    for argument, value in zip(op.parsed, arguments):
+    for argument, value in zip(op.parsed, arguments) if torch.is_grad_enabled() else ():
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise NotImplementedError(
                 f"{op.name}: there is no backward, and {argument.name} requires grad: call it under torch.no_grad() or "
@@ -117,11 +115,12 @@ def check(op: Op, arguments: Sequence[Any], *, wrapped: bool, taken: Sequence[Ar
 
 def explain(op: Op, arguments: tuple[Any, ...], error: Exception) -> NoReturn:
     """Raises the error of a failed call; if no kernel can read an argument, the error that names it."""
+    tensors = list(zip((argument.name for argument in op.parsed), arguments))  # by which callers find their names
     try:
         check(op, arguments, wrapped=True)
     except TypeError as named:
-        raise named.with_traceback(None) from None
-    raise without_frames(error)
+        raise note(named, tensors).with_traceback(None) from None
+    raise without_frames(note(error, tensors))
 
 
 def requires_grad(arguments: Sequence[Argument]) -> str:

@@ -202,12 +202,17 @@ def test_chunks_of_a_request_do_not_depend_on_its_neighbours() -> None:
     assert chunks([3000], 0) == chunks([5, 3000, 70_000], 1) == chunks([3000] * 30, 29)
 
 
-def test_a_length_is_limited_to_the_pages() -> None:
+def test_a_length_beyond_the_pages_is_refused() -> None:
+    """The rest of its keys would be left out. 2^31 - 1 are all."""
     q_tiles = 2
     buffers = ops.allocate(CPU, ops.buffer_sizes(CPU, 3, q_tiles), 8)
-    kv_len = torch.tensor([1_000_000, 5, -3], dtype=torch.int64)
+    kv_len = torch.tensor([2**31 - 1, 5, 0], dtype=torch.int64)
     ops.plan(buffers, None, None, kv_len, 16, q_tiles, pages_per_request=10)
     check(walk(buffers, 3, 1, -1), buffers, [160, 5, 0], q_tiles, 1, -1)
+    for wrong in (161, -3):
+        kv_len[2] = wrong
+        with pytest.raises(ValueError, match=rf"kv_len must be in 0\.\.160, .* of request 2; got {wrong}"):
+            ops.plan(buffers, None, None, kv_len, 16, q_tiles, pages_per_request=10)
 
 
 def test_no_pages_is_no_length_whatever_the_last_page_has() -> None:

@@ -16,6 +16,7 @@ REQUESTS = st.lists(
 )
 
 
+INT32_MAX = 2**31 - 1
 HEADER = ops.schedule_words(0, 0, 1)
 
 
@@ -74,11 +75,17 @@ def test_every_tile_is_listed_once_and_long_tiles_first(
     assert works == sorted(works, reverse=True)
 
 
-def test_a_length_is_limited_to_the_pages() -> None:
+@pytest.mark.parametrize(("request_", "kv_len", "most"), [(0, 33, 32), (1, 5, 0), (2, -4, 48)])
+def test_a_length_beyond_the_pages_is_refused(request_: int, kv_len: int, most: int) -> None:
+    """The rest of its keys would be left out. 2^31 - 1 are all."""
     schedule = torch.zeros(ops.schedule_words(3, 9, 128), dtype=torch.int32)
-    tables = int32([0, 3, 6, 9]), int32([0, 2, 2, 5]), None, int32([33, 5, -4])
+    lengths = int32([32, 0, INT32_MAX])
+    tables = int32([0, 3, 6, 9]), int32([0, 2, 2, 5]), None, lengths
     ops.prefill_plan(schedule, *tables, 3, 128, page_size=16)
-    assert schedule[HEADER : HEADER + 12].view(3, 4)[:, 3].tolist() == [32, 0, 0]
+    assert schedule[HEADER : HEADER + 12].view(3, 4)[:, 3].tolist() == [32, 0, 48]
+    lengths[request_] = kv_len
+    with pytest.raises(ValueError, match=rf"kv_len must be in 0\.\.{most}, .* of request {request_}; got {kv_len}"):
+        ops.prefill_plan(schedule, *tables, 3, 128, page_size=16)
 
 
 def test_a_short_schedule_is_refused() -> None:

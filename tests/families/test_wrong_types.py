@@ -154,6 +154,9 @@ def test_names_of_callers_in_turn() -> None:
     sizes = (*b.heads, *b.dims, p.page_size)
     types = dict.fromkeys(("q_data_type", "kv_data_type"), b.q.dtype)
     mixed = fi_core.BatchAttention(device="cpu")
+    for dtype in (torch.int32, torch.int64):
+        with pytest.raises(ValueError, match="plan: kv_len_arr must be in"):
+            mixed.plan(*{**given, "kv_len_arr": torch.tensor([20, 99]).to(dtype)}.values(), *sizes, **types)
     mixed.plan(*given.values(), *sizes, **types)
     for cache, words in ((tuple(x.bfloat16() for x in b.cache), "kv_cache: kv_data_type torch.float16 was planned"),
                          ((b.cache[0], b.cache[1][:1]), r"kv_cache\[1\] must have shape")):  # fmt: skip

@@ -296,7 +296,7 @@ def _of_requests(block_table: Any, cache_seqlens: Any, batch: int, s_q: int) -> 
             f"block_table and cache_seqlens: [{batch}, max_pages] and [{batch}] are required; got "
             f"{tuple(block_table.shape)} and {tuple(cache_seqlens.shape)}"
         )
-    return dense_tables(block_table, cache_seqlens, None, s_q)
+    return dense_tables(block_table, cache_seqlens, None, s_q, batch)
 
 
 def _merge(a: _Result, b: _Result) -> _Result:

@@ -45,7 +45,7 @@ def attend_expanded(
         k,
         v,
         workspace_buffer=q.view(-1)[:0],  # not needed
-        seq_lens=starts[1],
+        seq_lens=None,
         max_q_len=longest,
         max_kv_len=longest,
         bmm1_scale=scale,

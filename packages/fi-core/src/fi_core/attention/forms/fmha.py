@@ -76,9 +76,9 @@ def _chunks(
     first = position.div(size, rounding_mode="floor")
     edges = (first[:, None] + torch.arange(most + 1, dtype=torch.int32, device=first.device)) * size
     rows = qo_indptr[:-1, None] + (edges - position[:, None]).clamp(min=0).minimum(qo_len[:, None])
-    keys = edges.clamp(min=0)
-    lengths = (keys[:, 1:].minimum(kv_len[:, None]) - keys[:, :-1]).clamp(min=0)
-    pieces = {"qo_indptr": (rows[:, :-1], qo_indptr), "kv_indptr": (begin + keys[:, :-1] // page_size, begins)}
+    keys = edges.clamp(min=0).minimum(kv_len[:, None])
+    lengths, pages = keys.diff(), (keys[:, :-1] + page_size - 1) // page_size  # of the request, before each piece
+    pieces = {"qo_indptr": (rows[:, :-1], qo_indptr), "kv_indptr": (begin + pages, begins)}
     made = {name: torch.cat((start.flatten(), whole[-1:])).int() for name, (start, whole) in pieces.items()}
     return kv_len.numel() * most, {**tables, **made, "kv_len": lengths.flatten().int()}
 

@@ -175,7 +175,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if sparse:
         tables = sparse_tables(cache.placed(block_tables), sparse_mla_top_k, sparse_mla_top_k_lens, q.shape[0])
     else:
-        tables = dense_tables(block_tables, seq_lens, cum_seq_lens_q, q_len)
+        tables = dense_tables(block_tables, seq_lens, cum_seq_lens_q, q_len, len(query))
     grid, schedule, partials = plan_in(workspace_buffer, 1 if sparse else cache.ckv.shape[1], q, tables, context)
     scale, score_scale = _scale(bmm1_scale, "bmm1_scale")
     value_scale, out_scale = _scale(bmm2_scale, "bmm2_scale")
@@ -220,9 +220,16 @@ class Tables(NamedTuple):
         return q.shape[0] if self.lengths is None else self.lengths.numel()
 
 
-def dense_tables(block_tables: torch.Tensor, seq_lens: Any, indptr: torch.Tensor | None, q_len: int) -> Tables:
+def dense_tables(
+    block_tables: torch.Tensor, seq_lens: Any, indptr: torch.Tensor | None, q_len: int, rows: int
+) -> Tables:
+    """The tables of requests, as many as rows of query, or as indptr has. Raises ValueError."""
     if seq_lens is None:
         raise ValueError("seq_lens: [batch_size] is required without sparse_mla_top_k; got None")
+    batch_size = rows if indptr is None else indptr.numel() - 1
+    if batch_size != seq_lens.numel() or batch_size != block_tables.shape[0]:
+        got = f"{batch_size} requests are required, by query; got {seq_lens.numel()} and {block_tables.shape[0]}"
+        raise ValueError(f"seq_lens, block_tables: lengths and rows of {got}")
     return Tables(*flat_tables(block_tables), seq_lens, indptr, q_len)
 
 

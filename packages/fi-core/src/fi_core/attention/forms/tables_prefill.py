@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fi_core.attention import contract
-from fi_core.attention.contract import LAYOUTS, Cache, Scale, code, op_scales, results, row_elements
+from fi_core.attention.contract import LAYOUTS, Cache, Scale, code, results, row_elements
 from fi_core.attention.forms import trace
 from fi_core.attention.forms.tables_plan import ContextTablesPlan
 from fi_core.attention.ops import prefill as ops
@@ -185,7 +185,7 @@ def trtllm_batch_context_with_kv_cache(
     contract.refuse_nvfp4(out, out_dtype, None if o_sf_scale == 1.0 else o_sf_scale, o_sf_vec_size)
     cache = contract.cache_pair(kv_cache, kv_layout)
     contract.check_nvfp4(kv_cache_sf, cache[0], "kv_cache")
-    scales = op_scales((1.0, bmm1_scale), (1.0, bmm2_scale), contract.scales_of(kv_cache_sf, kv_layout))
+    scales = contract.bmm_scales(bmm1_scale, bmm2_scale, contract.scales_of(kv_cache_sf, kv_layout))
     result, lse = results(query, (*query.shape[:2], row_elements(cache[1])), out, lse, return_lse, out_dtype)
     if len(cum_seq_lens_q) != batch_size + 1:
         raise ValueError(
@@ -206,7 +206,7 @@ def trtllm_ragged_attention_deepseek(
     key: torch.Tensor,
     value: torch.Tensor,
     workspace_buffer: torch.Tensor,
-    seq_lens: torch.Tensor,
+    seq_lens: torch.Tensor | None,
     max_q_len: int,
     max_kv_len: int,
     bmm1_scale: Scale,
@@ -240,7 +240,8 @@ def trtllm_ragged_attention_deepseek(
         query: `[qo_tokens, num_qo_heads, head_dim_qk]`.
         key: `[kv_tokens, num_kv_heads, head_dim_qk]`.
         value: `[kv_tokens, num_kv_heads, head_dim_vo]`; DeepSeek has head dims (192, 128).
-        seq_lens, q_seq_lens_cpu, kv_seq_lens_cpu, skip_all_rows_active_check: not needed.
+        seq_lens: int32, uint32 or int64 `[batch_size]`, keys of each request from its offset on; None: up to the next.
+        q_seq_lens_cpu, kv_seq_lens_cpu, skip_all_rows_active_check: not needed.
         bmm1_scale: factor of the scores, including `1 / sqrt(head_dim_qk)`.
         cum_seq_lens_q, cum_seq_lens_kv: int32 `[batch_size + 1]` on the device, offsets of the requests.
         is_causal: causal mask, aligned to the bottom right.
@@ -260,9 +261,10 @@ def trtllm_ragged_attention_deepseek(
         if x.ndim != 3:
             raise ValueError(f"{name}: shape [tokens, heads, head_dim] is required; got {tuple(x.shape)}")
     result, lse = results(query, (*query.shape[:2], value.shape[2]), out, lse, return_lse)
+    lengths = None if seq_lens is None else int32_index(viewed("seq_lens", seq_lens, -1))
     attend_once(
         result, lse, query, key, value, 0, batch_size, qo_indptr=int32_index(cum_seq_lens_q),
-        kv_indptr=int32_index(cum_seq_lens_kv), causal=is_causal, window_left=window_left, sinks=attention_sinks,
-        enable_pdl=enable_pdl, **op_scales((1.0, bmm1_scale), (1.0, bmm2_scale)),
+        kv_indptr=int32_index(cum_seq_lens_kv), kv_len=lengths, causal=is_causal, window_left=window_left,
+        sinks=attention_sinks, enable_pdl=enable_pdl, **contract.bmm_scales(bmm1_scale, bmm2_scale),
     )  # fmt: skip
     return (result, lse) if return_lse and lse is not None else result

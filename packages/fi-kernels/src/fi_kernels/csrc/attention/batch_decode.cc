@@ -23,7 +23,15 @@ constexpr bool kTakesHeads = false;
 
 // Raises unless the planned requests have their rows in q, and their pages in the table and in the cache.
 void check_tables(const Kernel& kernel, const BatchDecodeArgs& a, int64_t batch, int64_t page_size, int64_t pages) {
-  if (a.qo_indptr) check_offsets(Integers(kernel, a.qo_indptr), a.q.size(0));
+  if (a.qo_indptr) {
+    const Integers starts(kernel, a.qo_indptr);
+    check_offsets(starts, a.q.size(0));
+    for (int64_t b = 0; b < batch; ++b)
+      FI_CHECK(starts[b + 1] - starts[b] <= a.q_len, ValueError,
+               "%s must give each request at most %lld rows, the maximum of the call; got %lld of request %lld",
+               starts.name(), static_cast<long long>(a.q_len), static_cast<long long>(starts[b + 1] - starts[b]),
+               static_cast<long long>(b));
+  }
   const int64_t at = decode_requests_offset(a.num_ranges);
   const Integers words(kernel, a.schedule, at + 4 * batch), table(kernel, a.page_indices);
   const DecodeQueries queries{static_cast<int32_t>(a.q_len),

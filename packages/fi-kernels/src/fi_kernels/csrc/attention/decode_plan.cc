@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "fi/attention/lengths.h"
 #include "fi/generated/decode_plan.h"
-#include "fi/host/contents.h"
 
 namespace fi {
 namespace {
@@ -45,6 +45,7 @@ void check_tables(const Kernel& kernel, const DecodePlanArgs& a, int64_t batch) 
     if (a.last_page_len) check_last_page_len(indptr, Integers(kernel, a.last_page_len), a.page_size);
     pages = indptr[batch];
   }
+  if (a.kv_len) check_kv_len(kernel, a.kv_len, a.indptr, a.pages_per_request, a.page_size);
   FI_CHECK(pages * a.page_size / kDecodeKvTile + batch * (kWorkTileCost + 1) <= INT32_MAX, ValueError,
            "the page table must have fewer than 2^31 tiles of %d keys; got %lld pages of %lld", kDecodeKvTile,
            static_cast<long long>(pages), static_cast<long long>(a.page_size));

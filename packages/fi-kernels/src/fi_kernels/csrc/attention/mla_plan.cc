@@ -2,10 +2,10 @@
 #include <algorithm>
 #include <vector>
 
+#include "fi/attention/lengths.h"
 #include "fi/attention/mla/batch_mla.h"
 #include "fi/attention/mla/mla_plan.h"
 #include "fi/generated/mla_plan.h"
-#include "fi/host/contents.h"
 #include "fi/host/op.h"
 
 namespace fi {
@@ -48,6 +48,7 @@ void run_cpu(const MlaPlanParams& p, int32_t kind) {
 void check_tables(const Kernel& kernel, const MlaPlanArgs& a) {
   if (a.kv_indptr) check_offsets(Integers(kernel, a.kv_indptr), INT32_MAX);
   if (a.qo_indptr) check_offsets(Integers(kernel, a.qo_indptr), INT32_MAX);
+  if (a.kv_len) check_kv_len(kernel, a.kv_len, a.kv_indptr, a.pages_per_request, a.page_size);
 }
 
 void mla_plan(const Kernel& kernel, const MlaPlanArgs& a) {

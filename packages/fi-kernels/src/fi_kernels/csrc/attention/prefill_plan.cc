@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "fi/attention/lengths.h"
 #include "fi/generated/prefill_plan.h"
-#include "fi/host/contents.h"
 
 namespace fi {
 namespace {
@@ -67,11 +67,12 @@ void run_cpu(const PrefillPlanParams& p) {
 
 // Raises unless offsets are in order and the tiles of all requests have room in the schedule.
 void check_tables(const Kernel& kernel, const PrefillPlanArgs& a, const PrefillPlanParams& p) {
-  if (a.kv_indptr && !a.kv_len) {
+  if (a.kv_indptr) {
     const Integers kv_indptr(kernel, a.kv_indptr);
     check_offsets(kv_indptr, INT32_MAX);
-    if (a.last_page_len) check_last_page_len(kv_indptr, Integers(kernel, a.last_page_len), a.page_size);
+    if (a.last_page_len && !a.kv_len) check_last_page_len(kv_indptr, Integers(kernel, a.last_page_len), a.page_size);
   }
+  if (a.kv_len) check_kv_len(kernel, a.kv_len, a.kv_indptr, a.pages_per_request, a.page_size);
   if (!a.qo_indptr) return;
   const Integers qo_indptr(kernel, a.qo_indptr);
   check_offsets(qo_indptr, INT32_MAX - 0xffff);  // 32-bit counters have room for a tile beyond the end

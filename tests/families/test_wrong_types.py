@@ -164,6 +164,30 @@ def test_names_of_callers_in_turn() -> None:
             mixed.run(b.q, cache)
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x, i: fi_core.get_batch_indices_positions(i, i[:2], 3, i.clone(), i.clone()), None),
+        (lambda x, i: fi_core.get_batch_indices_positions(i.clone(), i[:2].clone(), 3, i, i),
+         "batch_indices and positions"),
+        (lambda x, i: fi_core.append_paged_kv_cache(x, x + 1, i[:1], i[:1], (x[None],) * 2, i[:1], i[:2], i[1:2]),
+         r"paged_kv_cache\[0\] and paged_kv_cache\[1\]"),
+        (lambda x, i: fi_core.rope.rope_quantize_fp8(x, x, x, x, torch.ones(4, 8), i[:1], q_rope_out=x.to(FP8),
+                                                     q_nope_out=x.to(FP8)), None),
+        (lambda x, i: fi_core.rope.rope_quantize_fp8(x, x, x, x, torch.ones(4, 8), i[:1], **dict.fromkeys(
+            ("q_rope_out", "q_nope_out"), x.to(FP8))), "q_rope_out and q_nope_out"),
+    ],
+)  # fmt: skip
+def test_results_are_apart(call: Callable[..., Any], words: str | None) -> None:
+    """One of two different results in one memory would be lost."""
+    x, i = torch.ones(1, 1, 8).half(), torch.tensor([0, 1, 2], dtype=torch.int32)
+    if words is None:
+        call(x, i)
+        return
+    with pytest.raises(ValueError, match=f"{words} are written, so they must not be the same memory"):
+        call(x, i)
+
+
 def test_q_and_k_rotated_in_place_are_two_tensors() -> None:
     """One tensor would be rotated twice."""
     q = torch.ones(2, 1, 64)
@@ -205,7 +229,7 @@ def test_a_cache_in_one_tensor_is_not_blamed_for_another_argument() -> None:
         )
 
 
-WORKSPACE = torch.empty(1 << 16, dtype=torch.uint8)
+WORKSPACE, FP8 = torch.empty(1 << 16, dtype=torch.uint8), torch.float8_e4m3fn
 INDPTR, LAST = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
 
 

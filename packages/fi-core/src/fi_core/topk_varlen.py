@@ -55,12 +55,15 @@ def top_k_varlen(
 
     Raises:
         ValueError: A shape, device or number does not fit; the text names the argument.
+        TypeError: seq_lens are no integers.
         BackendSupportedError: The backend needs a GPU of another kind.
     """
     import torch
 
     if next_n < 1 or compress_ratio < 1:
         raise ValueError(f"next_n and compress_ratio must be 1 or more; got {next_n} and {compress_ratio}")
+    if seq_lens.dtype.is_floating_point:
+        raise TypeError(f"seq_lens must be int32; got {seq_lens.dtype}")
     if logits.ndim != 2 or tuple(seq_lens.shape) != (logits.shape[0] // next_n,) or logits.shape[0] % next_n:
         raise ValueError(
             f"logits must have shape [{next_n} * requests, width] for seq_lens [requests]; got {list(logits.shape)} "

@@ -171,11 +171,22 @@ def fp8_paged_mqa_logits(
 _LOGITS_BYTES = 256 << 20  # of the logits that exist at a time
 
 
-def _checked(indices: torch.Tensor | None, scores: torch.Tensor | None, q: torch.Tensor, rows: int, top_k: int) -> None:
+def _checked(
+    indices: torch.Tensor | None,
+    scores: torch.Tensor | None,
+    q: torch.Tensor,
+    rows: int,
+    top_k: int,
+    **tables: tuple[torch.Tensor, int],
+) -> None:
+    """Raises ValueError. tables: tensors whose first dimension is that of q, or that times next_n, by name."""
     import torch
 
     if top_k < 1:
         raise ValueError(f"top_k must be 1 or more; got {top_k}")
+    for name, (table, count) in tables.items():
+        if not table.ndim or table.shape[0] != count:
+            raise ValueError(f"{name} must have {count} rows, by q {list(q.shape)}; got {list(table.shape)}")
     for name, x, dtype in (("indices", indices, torch.int32), ("scores", scores, torch.float32)):
         if x is not None:
             check_shape_dtype_device(x, (rows, top_k), dtype, q.device, name)
@@ -228,7 +239,8 @@ def fp8_indexer_topk(
 
     rows, columns = q.shape[0], kv[0].shape[0]
     _required(cu_seq_len_k_start=cu_seq_len_k_start)
-    _checked(indices, scores, q, rows, top_k)
+    bounds = {"cu_seq_len_k_start": (cu_seq_len_k_start, rows), "cu_seq_len_k_end": (cu_seq_len_k_end, rows)}
+    _checked(indices, scores, q, rows, top_k, weights=(weights, rows), **bounds)
     if indices is None:
         indices = cu_seq_len_k_start.new_empty(rows, top_k)
     if return_scores and scores is None:
@@ -340,10 +352,11 @@ def fp8_paged_indexer_topk(
     """
     batch, next_n = q.shape[:2]
     page_size = kv_cache.shape[1]
-    _checked(indices, scores, q, batch * next_n, top_k)
+    _required(block_table=block_table)
+    of_requests = {"context_lens": (context_lens, batch), "block_table": (block_table, batch)}
+    _checked(indices, scores, q, batch * next_n, top_k, weights=(weights, batch * next_n), **of_requests)
     if output not in ("position", "slot"):
         raise ValueError(f"output must be 'position' or 'slot'; got {output!r}")
-    _required(block_table=block_table)
     columns = block_table.shape[1] * page_size
     if columns >= 1 << 31:
         raise ValueError(f"block_table must have pages of less than 2^31 tokens; got {list(block_table.shape)}")

@@ -43,6 +43,16 @@ def _refuse(use_nvfp4: bool, use_mxfp8: bool, *tensors: torch.Tensor | None) -> 
         )
 
 
+def _layer_norm(
+    x: torch.Tensor, epsilon: float, gamma: torch.Tensor | None = None, beta: torch.Tensor | None = None
+) -> torch.Tensor:
+    import torch
+
+    if not epsilon >= 0:
+        raise ValueError(f"epsilon must be 0 or more; got {epsilon}")
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], gamma, beta, epsilon)
+
+
 def _biased(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.float() if bias is None else x.float() + bias
 
@@ -73,9 +83,7 @@ def _modulated(
     shift_bias: torch.Tensor | None,
     epsilon: float,
 ) -> torch.Tensor:
-    import torch
-
-    normed = torch.nn.functional.layer_norm(total, total.shape[-1:], eps=epsilon)
+    normed = _layer_norm(total, epsilon)
     return normed * (1 + _biased(scale, scale_bias)) + _biased(shift, shift_bias)
 
 
@@ -121,12 +129,11 @@ def fused_dit_gate_residual_layernorm_gamma_beta(
         ValueError: a shape or dtype is wrong.
         UnsupportedError: a quantized input or output.
     """
-    import torch
 
     _refuse(use_nvfp4, use_mxfp8, global_scaling_factor, input_global_scaling_factor, sf_out)
     _check(input, residual=residual, gate=gate, gamma_row=gamma, beta_row=beta, gate_bias_row=gate_bias)
     total = _gated(input, residual, gate, gate_bias)
-    normed = torch.nn.functional.layer_norm(total, total.shape[-1:], gamma.view(-1), beta.view(-1), epsilon)
+    normed = _layer_norm(total, epsilon, gamma.view(-1), beta.view(-1))
     return _written(total, input, "residual_out", residual_out), _written(normed, input, "norm_out", norm_out)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fi_core.attention.contract import POS_ENCODINGS, Scale, flat_tables, op_scales, results
+from fi_core.attention.contract import POS_ENCODINGS, Scale, bmm_scales, flat_tables, results
 from fi_core.attention.forms.tables_prefill import attend_once
 from fi_core.observe.log import fi_api
 from fi_core.runtime.env import env
@@ -214,7 +214,7 @@ def trtllm_fmha_v2_prefill(
     attend_once(
         result, lse, q, k, v, layout, batch_size, causal=_CAUSAL[mask_mode], pos_encoding=encoding,
         window_left=window_left, soft_cap=logits_soft_cap_scale or 0.0, sinks=sinks, **tables,
-        **op_scales((1.0, bmm1_scale), (1.0, bmm2_scale)),
+        **bmm_scales(bmm1_scale, bmm2_scale),
     )  # fmt: skip
     if lse is None:
         return result

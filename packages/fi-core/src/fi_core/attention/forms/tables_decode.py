@@ -178,9 +178,9 @@ def _check_options(by_head: bool, cp_world: int, others: bool, shared_table: boo
 def _results(
     query: torch.Tensor, v: torch.Tensor, out: Any, lse: Any, return_lse: bool, out_dtype: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`results` of query's dtype, fp16, bf16 or e4m3; out_dtype is that of a new output."""
+    """`results` of query's dtype, fp16, bf16 or e4m3."""
     shape = (*query.shape[:2], row_elements(v))
-    result, lse = contract.results(query, shape, out, lse, return_lse, out_dtype if out is None else None)
+    result, lse = contract.results(query, shape, out, lse, return_lse, out_dtype)
     if result.dtype not in (query.dtype, torch.float16, torch.bfloat16, torch.float8_e4m3fn):
         got = f"float16, bfloat16 or float8_e4m3fn is required; got {result.dtype}"
         raise ValueError(f"out_dtype: the query's ({query.dtype}), {got}")
@@ -248,7 +248,7 @@ def trtllm_batch_decode_with_kv_cache(
         bmm2_scale: factor of the output, likewise.
         window_left: number of keys before its own that a query attends to; -1: all.
         out: written and returned if given.
-        out_dtype: dtype of a new output: query's, fp16, bf16 or e4m3, which saturates; default query's.
+        out_dtype: dtype of the output: query's, fp16, bf16 or e4m3, which saturates; default that of out, or query's.
         o_sf_scale, o_sf_vec_size: of an NVFP4 output, not supported.
         kv_cache_sf: for NVFP4 caches (uint8, two elements a byte) the scales, in the form of the cache with head_dim /
             16 instead of head_dim / 2: e4m3, or their bytes as uint8. Global factors belong to bmm1_scale and
@@ -306,9 +306,9 @@ def trtllm_batch_decode_with_kv_cache(
         _check_options(by_head, cp_world, others or (sharded and q_len > 1), uses_shared_paged_kv_idx, kv_cache_sf)
     contract.check_nvfp4(kv_cache_sf, cache[0], "kv_cache")
     result, lse = _results(query, cache[1], out, lse, return_lse, out_dtype)
-    scores = (1.0, bmm1_scale) if bmm1_scale_log2 is None else (_LN2, bmm1_scale_log2)
+    scale, factor = (bmm1_scale, 1.0) if bmm1_scale_log2 is None else (bmm1_scale_log2, _LN2)
     options = {"window_left": window_left, "soft_cap": logits_soft_cap, "sinks": sinks, "enable_pdl": enable_pdl}
-    options |= op_scales(scores, (1.0, bmm2_scale), scales_of(kv_cache_sf, kv_layout))
+    options |= contract.bmm_scales(scale, bmm2_scale, scales_of(kv_cache_sf, kv_layout), factor)
     call = _Call(
         result, lse, query, cache, kv_layout, workspace_buffer, block_tables, seq_lens, options,
         mask=mask_of_rank(q_len, seq_lens, causal_seqlens_kv_global, cp_world, cp_rank) if sharded else mask,

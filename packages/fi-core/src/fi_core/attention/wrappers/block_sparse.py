@@ -15,9 +15,10 @@ from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.checked import checked
 from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
-from fi_core.runtime.errors import blame, refuse
+from fi_core.runtime.errors import refuse
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.signature import takes
+from fi_core.runtime.tensors import integers
 from fi_core.utils import _check_writable, check_shape_dtype_device, int32_index
 
 _OF_BLOCKS = words(
@@ -46,7 +47,7 @@ def _pattern(
             f"indptr: N a multiple of C, ceil(M / R) + 1 = {rows + 1} offsets and flat indices are required; got N "
             f"= {N}, C = {C}, indptr of shape {tuple(indptr.shape)} and indices of shape {tuple(indices.shape)}"
         )
-    begins, columns = indptr.cpu().long(), indices.cpu().long()
+    begins, columns = integers("indptr", indptr).cpu().long(), integers("indices", indices).cpu().long()
     if rows and (begins[0] != 0 or (begins.diff() < 0).any() or begins[-1] > len(columns)):
         raise ValueError(f"indptr: ascending offsets from 0 to at most {len(columns)} are required; got {indptr}")
     columns = columns[: int(begins[-1])]
@@ -222,6 +223,7 @@ def _check_sizes(mask: torch.Tensor, row_sz: torch.Tensor, col_sz: torch.Tensor,
     """Raises ValueError unless there is a size for each row and column of blocks of each kv head."""
     heads, *grid = mask.shape if mask.ndim == 3 else (0, 0, 0)
     for name, sizes, blocks in (("block_row_sz", row_sz, grid[0]), ("block_col_sz", col_sz, grid[1])):
+        integers(name, sizes)
         wanted = (num_kv_heads, blocks)
         if tuple(sizes.shape) != wanted or heads != num_kv_heads:
             raise ValueError(
@@ -277,11 +279,8 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
         num_qo_heads, num_kv_heads = given.pop("num_qo_heads"), given.pop("num_kv_heads")
         check_shape(num_qo_heads, num_kv_heads, 1, head_dim=given["head_dim_qk"])
         _check_sizes(block_mask_map, block_row_sz, block_col_sz, num_kv_heads)
-        try:
-            rows, columns, mask = block_row_sz.cpu().long(), block_col_sz.cpu().long(), block_mask_map != 0
-            mask = mask if mask.device == self._inner.device else mask.cpu()
-        except RuntimeError as error:
-            blame(error, block_mask_map=block_mask_map, block_row_sz=block_row_sz, block_col_sz=block_col_sz)
+        rows, columns, mask = block_row_sz.cpu().long(), block_col_sz.cpu().long(), block_mask_map != 0
+        mask = mask if mask.device == self._inner.device else mask.cpu()
         qo_len, kv_len = _total("block_row_sz", rows), _total("block_col_sz", columns)
         page_size = math.gcd(*columns.flatten().tolist()) or 1
         pages = kv_len // page_size  # of a kv head

@@ -39,6 +39,18 @@ _OF_BATCH_POD = words(
 )
 
 
+_REPEATED = words("kv_layout pos_encoding_mode sm_scale window_left rope_scale rope_theta")  # by run, with its defaults
+_DEFAULTS = ("NHD", "NONE", None, -1, None, None)
+
+
+def _check_repeated(decode: BatchDecodeWithPagedKVCacheWrapper, given: tuple[Any, ...]) -> None:
+    """Raises ValueError for an option of decode that is neither the default nor the planned one."""
+    for name, value, default in zip(_REPEATED, given, _DEFAULTS) if given != _DEFAULTS else ():
+        wanted = decode._plan.scale if name == "sm_scale" else getattr(decode, f"_{name}")
+        if value not in (default, wanted):
+            raise ValueError(f"{name}_d: {wanted!r} was planned; got {value!r}")
+
+
 def _attend_request(
     variant: CustomAttention | None, q: Any, k: Any, v: Any, given: Sequence[Any], options: dict[str, Any]
 ) -> Any:
@@ -158,8 +170,9 @@ class PODWithPagedKVCacheWrapper(AroundWrapper):
         Args:
             q_p, k_p, v_p, and all `_p` options: as q, k, v and options of `single_prefill_with_kv_cache`.
             q_d, paged_kv_cache_d: as in `BatchDecodeWithPagedKVCacheWrapper.run`.
-            causal_d, kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d: without
-                effect; the plan and the constructor have them.
+            kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d: the default, or the
+                values of the constructor and the plan, which hold.
+            causal_d: without effect; a request has one query token.
             custom_mask_d, packed_custom_mask_d: must be None.
             q_scale, k_scale, v_scale: of decode; k_scale and v_scale also of the request if kv_cache_sf_p is given.
             return_lse_p, return_lse_d: without effect.
@@ -173,11 +186,14 @@ class PODWithPagedKVCacheWrapper(AroundWrapper):
 
         Raises:
             NotImplementedError: masks of decode; masks and kv_cache_sf_p with a variant.
+            ValueError: an option of decode that differs from the plan.
             Other errors are those of the two functions.
         """
         masks = {"custom_mask_d": custom_mask_d, "packed_custom_mask_d": packed_custom_mask_d}
         refuse("use BatchPrefillWithPagedKVCacheWrapper for decode rows with masks", **masks)
         self._inner._require_plan()
+        of_decode = (kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d)
+        _check_repeated(self._inner, of_decode)
         _, v_d = unpack(paged_kv_cache_d, self._inner._kv_layout)
         out_d = q_d.new_empty(*q_d.shape[:-1], row_elements(v_d), dtype=self._inner._cached_o_data_type)
         for name, x in (("q_p", q_p), ("k_p", k_p), ("v_p", v_p)):
@@ -185,8 +201,7 @@ class PODWithPagedKVCacheWrapper(AroundWrapper):
                 raise ValueError(f"{name}: 3 dimensions are required; got shape {tuple(x.shape)}")
         kv_len, dims = k_p.shape[code(LAYOUTS, kv_layout_p, "kv_layout_p")], q_p.shape[2] + row_elements(v_p)
         ctas = divide(self._inner, v_d, operations(q_p.shape[1], dims, bool(causal_p), [(q_p.shape[0], kv_len)]))
-        extra = (*args, *variant_args)
-        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        extra, scales = (*args, *variant_args), {"k_scale": k_scale, "v_scale": v_scale}
         scoring = {"pos_encoding_mode": pos_encoding_mode_p, "sm_scale": sm_scale_p, "window_left": window_left_p}
         scoring |= {"rope_scale": rope_scale_p, "rope_theta": rope_theta_p, "kv_layout": kv_layout_p}
         of_prefill = {"custom_mask": custom_mask_p, "packed_custom_mask": packed_custom_mask_p, "causal": causal_p}

@@ -161,7 +161,7 @@ void rope(const Kernel& kernel, const RopeArgs& given) {
     a.cos_sin_cache.on(a.q).inner_contiguous().shape(max_pos, table_width);
     a.rotary_dim = table_width;
   }
-  if (a.rotary_dim < 0) a.rotary_dim = dim;
+  if (a.rotary_dim == -1) a.rotary_dim = dim;  // None
   FI_CHECK(a.rotary_dim > 0 && a.rotary_dim % 2 == 0 && a.rotary_dim <= dim, ValueError,
            "rotary_dim must be even and between 2 and %s = %lld; got %lld", dim.name, static_cast<long long>(dim),
            static_cast<long long>(a.rotary_dim));

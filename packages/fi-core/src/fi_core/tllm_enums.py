@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, IntEnum
+from typing import TypeVar
 
 DEFAULT_SWIGLU_ALPHA = 1.0
 DEFAULT_SWIGLU_BETA = 0.0
@@ -25,6 +26,18 @@ __all__ = [
     "WeightLayout",
     "is_gated_activation",
 ]
+
+
+E = TypeVar("E", bound=IntEnum)
+
+
+def member(name: str, kind: type[E], value: int) -> E:
+    """The member with this code. Raises ValueError, naming the argument, if there is none."""
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(f"{each.value} ({each.name})" for each in kind)
+        raise ValueError(f"{name} must be a {kind.__name__}: {known}; got {value!r}") from None
 
 
 class ActivationType(IntEnum):

@@ -12,6 +12,15 @@ if TYPE_CHECKING:
 
 UNBOUNDED = 3.4e38  # as alpha of Situ: the linear projection is not bounded, see kUnbounded of the kernels
 
+_NAMES = ("alpha", "beta", "limit", "clamped_relu2_limit", "situ_beta", "situ_linear_beta")
+_CONSTANTS = {  # that an activation has
+    ActivationType.Swiglu: _NAMES[:3],
+    ActivationType.SwigluBias: _NAMES[:3],
+    ActivationType.SwigluStep: ("limit",),
+    ActivationType.Situ: ("situ_beta", "situ_linear_beta"),
+    ActivationType.ClampedRelu2: ("clamped_relu2_limit",),
+}
+
 
 def kind_of(activation_type: int) -> ActivationType:
     """The kind of an activation. Raises ValueError for what is none."""
@@ -37,6 +46,10 @@ def _of_situ(
     return value.reshape(-1).float().expand(experts).contiguous(), default
 
 
+def _short(value: float | torch.Tensor) -> str:
+    return f"{value}" if isinstance(value, (int, float)) else f"a tensor {list(value.shape)}"
+
+
 def activation_of(
     activation_type: int,
     alpha: torch.Tensor | None = None,
@@ -46,23 +59,25 @@ def activation_of(
     situ_beta: float | torch.Tensor | None = None,
     situ_linear_beta: float | torch.Tensor | None = None,
     experts: int = 1,
+    words: tuple[str, str, str] = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"),
 ) -> Activation:
     """The activation with its constants; alpha, beta or limit turn Swiglu into SwigluBias.
 
-    The constants of Situ are numbers, or tensors of one element or of one for each of the experts.
+    The constants of Situ are numbers, or tensors of one element or of one for each of the experts. words: alpha, beta
+    and limit as the caller names them.
 
     Raises:
-        ValueError: activation_type is no activation, or lacks its constant; a constant is NaN, or 0 for Situ.
+        ValueError: activation_type is no activation, lacks its constant, or has none of a name; a constant is NaN, or 0
+            for Situ.
     """
-    constants = {
-        "clamped_relu2_limit": clamped_relu2_limit,
-        "situ_beta": situ_beta,
-        "situ_linear_beta": situ_linear_beta,
-    }
-    for name, value in constants.items():
-        if isinstance(value, (int, float)) and value != value:
-            raise ValueError(f"{name} must be a number; got NaN")
     kind = kind_of(activation_type)
+    values = (alpha, beta, limit, clamped_relu2_limit, situ_beta, situ_linear_beta)
+    for name, said, value in zip(_NAMES, (*words, *_NAMES[3:]), values):
+        if value is not None and name not in _CONSTANTS.get(kind, ()):
+            takers = " or ".join(taker.name for taker, taken in _CONSTANTS.items() if name in taken)
+            raise ValueError(f"{said} must be None for {kind.name}: it is a constant of {takers}; got {_short(value)}")
+        if isinstance(value, (int, float)) and value != value:
+            raise ValueError(f"{said} must be a number; got NaN")
     if kind is ActivationType.Swiglu and not (alpha is None and beta is None and limit is None):
         kind = ActivationType.SwigluBias
     if kind is ActivationType.SwigluBias:

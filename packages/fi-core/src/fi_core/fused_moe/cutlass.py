@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fi_core.fused_moe import trace
 from fi_core.fused_moe.activations import activation_of
 from fi_core.fused_moe.expert_lora import adapters_of
-from fi_core.fused_moe.formats import check_backend, check_experts, layer_of
+from fi_core.fused_moe.formats import check_backend, check_experts, check_ranks, layer_of
 from fi_core.fused_moe.launches import compute_layer
 from fi_core.fused_moe.layer import TOKENS, TokenExperts
 from fi_core.observe.log import fi_api
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+
+_WORDS = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
 
 
 @fi_api(trace=trace.cutlass)
@@ -72,7 +74,8 @@ def cutlass_fused_moe(
     projection): `silu(gate) * linear` by default. The result is the same in every run: experts are added in the order
     of the slots, without atomics. Nothing waits for the device, so calls can be captured in CUDA graphs.
 
-    Formats, by arguments; scales are lists of tensors:
+    Formats, by arguments; scales are lists of tensors. Those of blocks have the shape `[e, rows, columns / block]`, in
+    the 128x4 layout with both padded; the last two dimensions, or all, may be one, and integers may hold several:
 
     * 16 bits: fp16 or bf16 input and weights; quant_scales None or empty.
     * fp8 per tensor: e4m3 input and weights; `[fc1_dequant [e], fc2_quant [1], fc2_dequant [e], input_dequant]`, fp32.
@@ -101,9 +104,11 @@ def cutlass_fused_moe(
         quant_scales: as above.
         fc1_expert_biases, fc2_expert_biases: `[e, n]` and `[e, hidden]`, fp32 or 16 bits. Of tensor-parallel ranks, the
             first adds the second.
-        input_sf: the scales of MXFP8 or NVFP4 input, uint8.
-        swiglu_alpha, swiglu_beta, swiglu_limit: fp32 `[e]`; any of them selects
+        input_sf: the scales of MXFP8 or NVFP4 input, uint8 `[tokens, hidden / 32]` or `[tokens, hidden / 16]`,
+            padded in the 128x4 layout, or flat.
+        swiglu_alpha, swiglu_beta, swiglu_limit: fp32 `[e]`, for Swiglu and SwigluBias; any of them selects
             `g sigmoid(alpha g) (u + beta)` with `g = min(gate, limit)` and u the linear projection within +-limit.
+            swiglu_limit is also that of SwigluStep, 7 if None.
         tp_size, tp_rank: the slice of inter that the weights hold; the result is a partial sum.
         ep_size, ep_rank: this rank has experts `ep_rank e` to `(ep_rank + 1) e - 1`; the result is a partial sum.
         cluster_size, cluster_rank: 1 and 0.
@@ -133,9 +138,9 @@ def cutlass_fused_moe(
         NotImplementedError: min_latency_mode or cluster_size is asked for.
         BackendSupportedError: backend is another.
     """
-    _check_options(backend, min_latency_mode, cluster_size)
+    _check_options(backend, min_latency_mode, cluster_size, cluster_rank)
     constants = (swiglu_alpha, swiglu_beta, swiglu_limit, clamped_relu2_limit, situ_beta, situ_linear_beta)
-    activation = activation_of(activation_type, *constants, fc1_expert_weights.shape[0])
+    activation = activation_of(activation_type, *constants, fc1_expert_weights.shape[0], _WORDS)
     weights = (fc1_expert_weights, fc2_expert_weights, quant_scales or ())
     formats: dict[str, Any] = {"fp8_block_scale": use_deepseek_fp8_block_scale}
     formats |= {"w4_group_scaling": use_w4_group_scaling, "mxfp8_activations": use_mxfp8_act_scaling}
@@ -152,12 +157,13 @@ def cutlass_fused_moe(
     return output
 
 
-def _check_options(backend: str, min_latency_mode: bool, cluster_size: int) -> None:
-    """Raises BackendSupportedError and NotImplementedError."""
+def _check_options(backend: str, min_latency_mode: bool, cluster_size: int, cluster_rank: int) -> None:
+    """Raises BackendSupportedError, NotImplementedError and ValueError."""
     check_backend(backend)
     ranks = None if cluster_size == 1 else cluster_size
     advice = "leave it out: kernels are chosen by the number of tokens"
     refuse(advice, min_latency_mode=min_latency_mode, cluster_size=ranks)
+    check_ranks(cluster=(cluster_size, cluster_rank))
 
 
 def _output(

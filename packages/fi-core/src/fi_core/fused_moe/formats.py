@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from fi_core.fused_moe.layer import E4M3_BLOCKS, E4M3_TOKENS, Layer, Mixed, Projection
 from fi_core.fused_moe.ops import INT4, MXFP4, MXFP8, NVFP4
 from fi_core.gemm import block_scaled
-from fi_core.quantization.layout import SfLayout, layout_of
+from fi_core.quantization.layout import SfLayout, layout_of, scale_shape
 from fi_core.quantization.ops import BLOCK_DEQUANTIZE
 from fi_core.runtime.errors import BackendSupportedError
 from fi_core.tllm_enums import is_gated_activation
@@ -86,6 +87,46 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype is torch.uint8 else x.contiguous().view(torch.uint8)
 
 
+def block_scales(
+    name: str, scales: torch.Tensor, shape: tuple[int, ...], swizzled: bool = False, size: int = 1
+) -> torch.Tensor:
+    """Scales of blocks, of `size` bytes, as bytes.
+
+    Args:
+        name: of the argument.
+        scales: of any dtype of this size, or viewed as wider integers.
+        shape: `[.., rows, blocks]` without the padding of the 128x4 layout. Rows of experts may be one dimension, and
+            what belongs to a matrix, or all.
+        swizzled: whether they are in the 128x4 layout.
+        size: 1 or 2.
+
+    Raises:
+        ValueError: the shape is another.
+        TypeError: the dtype does not fit.
+    """
+    *experts, rows, blocks = shape
+    if swizzled:
+        rows, blocks = scale_shape(SfLayout.layout_128x4, rows, blocks)
+    count, width = math.prod(experts), scales.dtype.itemsize
+    if (scales.dtype.is_floating_point and width != size) or scales.dtype.is_complex or width % size:
+        raise TypeError(f"{name} must have elements of {size} bytes, or views of them as integers; got {scales.dtype}")
+    got = (*scales.shape[:-1], scales.shape[-1] * width // size) if scales.ndim else ()
+    matrix = rows * blocks
+    if got not in ((*experts, rows, blocks), (count * rows, blocks), (count, matrix), (count * matrix,)):
+        layout = "the 128x4 layout" if swizzled else "rows"
+        viewed = f" of {scales.dtype}" if width != size else ""
+        raise ValueError(
+            f"{name} must have shape {[*experts, rows, blocks]} in {layout}; got {list(scales.shape)}{viewed}"
+        )
+    return _bytes(scales)
+
+
+def _scale_shape(weight: torch.Tensor, block: int, values: int = 2) -> tuple[int, int, int]:
+    """`[experts, rows, blocks]` of bytes that hold so many values each."""
+    experts, rows, columns = weight.shape
+    return experts, rows, columns * values // block
+
+
 def _of_16_bits(x: torch.Tensor) -> torch.Tensor:
     import torch
 
@@ -95,9 +136,9 @@ def _of_16_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def dequantized(
-    p: Launches, x: torch.Tensor, scales: torch.Tensor, format: block_scaled.Format, swizzled: bool
+    p: Launches, x: torch.Tensor, name: str, scales: torch.Tensor, format: block_scaled.Format, swizzled: bool
 ) -> torch.Tensor:
-    """Input with block scales as bf16, without its global scale."""
+    """Input with block scales, an argument of this name, as bf16, without its global scale."""
     import torch
 
     values = x if x.dtype is getattr(torch, format.dtype) else _bytes(x)
@@ -106,7 +147,7 @@ def dequantized(
         BLOCK_DEQUANTIZE,
         out,
         values,
-        _bytes(scales).reshape(-1),
+        block_scales(name, scales, (out.shape[0], out.shape[1] // format.block), swizzled).reshape(-1),
         block_size=format.block,
         scale_format=format.scale,
         layout=layout_of(swizzled).value,
@@ -116,9 +157,15 @@ def dequantized(
 
 def _mxfp4(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scales: Sequence[torch.Tensor]) -> Layer:
     _scale_count(scales, 2, "mxfp4 weights")
-    mixed = Mixed(MXFP4)
-    first, second = (Projection(_bytes(w), _bytes(s), mixed=mixed) for w, s in zip((up, down), scales))
+    first, second = (
+        _mxfp4_projection(f"quant_scales[{i}]", w, scales[i], Mixed(MXFP4)) for i, w in enumerate((up, down))
+    )
     return Layer(_of_16_bits(x), first, second, x.dtype)
+
+
+def _mxfp4_projection(name: str, weight: torch.Tensor, scales: torch.Tensor, mixed: Mixed) -> Projection:
+    weight = _bytes(weight)
+    return Projection(weight, block_scales(name, scales, _scale_shape(weight, 32)), mixed=mixed)
 
 
 def _mxfp4_with_e4m3(
@@ -129,7 +176,7 @@ def _mxfp4_with_e4m3(
 
     _scale_count(scales, 5, "use_wfp4afp8_humming")
 
-    def projection(weight: torch.Tensor, scale: torch.Tensor, place: int) -> Projection:
+    def projection(weight: torch.Tensor, place: int) -> Projection:
         residual = scales[place]
         if residual.dtype is not torch.float32:
             raise TypeError(f"quant_scales[{place}] must be float32; got {residual.dtype}")
@@ -138,9 +185,10 @@ def _mxfp4_with_e4m3(
                 f"quant_scales[{place}], residuals times 64, must have shape [{len(weight)}]; got "
                 f"{list(residual.shape)}"
             )
-        return Projection(_bytes(weight), _bytes(scale), mixed=Mixed(MXFP4, alpha=residual / _RESIDUAL_FACTOR))
+        mixed = Mixed(MXFP4, alpha=residual / _RESIDUAL_FACTOR)
+        return _mxfp4_projection(f"quant_scales[{place - 1}]", weight, scales[place - 1], mixed)
 
-    first, second = projection(up, scales[0], 1), projection(down, scales[3], 4)
+    first, second = projection(up, 1), projection(down, 4)
     return Layer(_of_16_bits(x), first, second, torch.bfloat16, activations=activations)
 
 
@@ -151,14 +199,14 @@ def _int4(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scales: Sequenc
     if scales[4].numel() or scales[5].numel():
         raise ValueError("quant_scales[4] and [5], zero points, must be empty: int4 weights are signed")
 
-    def projection(
-        weight: torch.Tensor, scale: torch.Tensor, of_input: torch.Tensor, alpha: torch.Tensor
-    ) -> Projection:
+    def projection(i: int, weight: torch.Tensor) -> Projection:
+        of_input, alpha, weight = scales[2 + i], scales[6 + i], _bytes(weight)
         factors = of_input.reshape(-1).to(x.dtype) if of_input.numel() else None
         mixed = Mixed(INT4, alpha=alpha.reshape(-1) if alpha.numel() else None, input_scale=factors)
-        return Projection(_bytes(weight), scale.view(torch.bfloat16), mixed=mixed)
+        own = block_scales(f"quant_scales[{i}]", scales[i], _scale_shape(weight, 128), size=2)
+        return Projection(weight, own.view(torch.bfloat16), mixed=mixed)
 
-    first, second = (projection(w, scales[i], scales[2 + i], scales[6 + i]) for i, w in ((0, up), (1, down)))
+    first, second = projection(0, up), projection(1, down)
     return Layer(_of_16_bits(x), first, second, x.dtype)
 
 
@@ -181,11 +229,13 @@ def _nvfp4(
         alphas[0] = alpha1.reshape(-1).float()
         if input_sf is None:
             raise ValueError("input_sf must be given with fp4 input; got None")
-        x = dequantized(p, x, input_sf, block_scaled.NVFP4, swizzled)
-    first, second = (
-        Projection(_bytes(w), _bytes(s), mixed=Mixed(NVFP4, SfLayout.layout_128x4.value, alpha))
-        for w, s, alpha in ((up, s1, alphas[0]), (down, s2, alphas[1]))
-    )
+        x = dequantized(p, x, "input_sf", input_sf, block_scaled.NVFP4, swizzled)
+    swizzled_by, found = SfLayout.layout_128x4.value, []
+    for place, w, s, alpha in ((1, up, s1, alphas[0]), (4, down, s2, alphas[1])):
+        w = _bytes(w)
+        own = block_scales(f"quant_scales[{place}]", s, _scale_shape(w, 16), swizzled=True)
+        found.append(Projection(w, own, mixed=Mixed(NVFP4, swizzled_by, alpha)))
+    first, second = found
     return Layer(x, first, second, x.dtype)
 
 
@@ -204,18 +254,35 @@ def _mxfp8(
     if x.dtype is torch.float8_e4m3fn:
         if input_sf is None:
             raise ValueError("input_sf must be given with float8_e4m3fn input; got None")
-        x = dequantized(p, x, input_sf, block_scaled.MXFP8, swizzled)
-    first, second = (
-        Projection(
-            w if w.dtype is torch.float8_e4m3fn else _bytes(w),
-            _bytes(s),
-            mixed=Mixed(
-                MXFP8 if w.dtype is torch.float8_e4m3fn else MXFP4, SfLayout.layout_128x4.value, factor.reshape(-1)
-            ),
-        )
-        for w, s, factor in ((up, scales[0], scales[1]), (down, scales[2], scales[3]))
-    )
+        x = dequantized(p, x, "input_sf", input_sf, block_scaled.MXFP8, swizzled)
+    found = []
+    for place, w in ((0, up), (2, down)):
+        fp8 = w.dtype is torch.float8_e4m3fn
+        w = w if fp8 else _bytes(w)
+        own = block_scales(f"quant_scales[{place}]", scales[place], _scale_shape(w, 32, 1 if fp8 else 2), swizzled=True)
+        factor = scales[place + 1].reshape(-1)
+        found.append(Projection(w, own, mixed=Mixed(MXFP8 if fp8 else MXFP4, SfLayout.layout_128x4.value, factor)))
+    first, second = found
     return Layer(_of_16_bits(x), first, second, x.dtype)
+
+
+def _check_flags(fp8_blocks: bool, w4: bool, mxfp8: bool, packed: bool, humming: bool) -> None:
+    """Raises ValueError for flags of different formats."""
+    if humming and (not w4 or packed):
+        raise ValueError(
+            "use_wfp4afp8_humming must come with use_w4_group_scaling=True and use_packed_weights=False; got "
+            f"{w4} and {packed}"
+        )
+    if packed and (not w4 or mxfp8):
+        raise ValueError(
+            "use_packed_weights (int4) must come with use_w4_group_scaling=True and use_mxfp8_act_scaling=False; got "
+            f"{w4} and {mxfp8}"
+        )
+    if fp8_blocks and (w4 or mxfp8):
+        raise ValueError(
+            "use_deepseek_fp8_block_scale must come without use_w4_group_scaling and use_mxfp8_act_scaling; got "
+            f"{w4} and {mxfp8}"
+        )
 
 
 def layer_of(
@@ -254,12 +321,10 @@ def layer_of(
     if out_dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"output_dtype must be float16, bfloat16 or float32; got {out_dtype}")
     dtype = torch.float16 if out_dtype is torch.float16 else torch.bfloat16
+    _check_flags(fp8_block_scale, w4_group_scaling, mxfp8_activations, packed_weights, e4m3_activations)
+    if input_sf is not None and x.dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(f"input_sf must be None for {x.dtype} input, which has no scales; got {list(input_sf.shape)}")
     if e4m3_activations:
-        if not w4_group_scaling or packed_weights:
-            raise ValueError(
-                "use_wfp4afp8_humming must come with use_w4_group_scaling=True and use_packed_weights=False; got "
-                f"{w4_group_scaling} and {packed_weights}"
-            )
         return _mxfp4_with_e4m3(x, up, down, scales, E4M3_BLOCKS if mxfp8_activations else E4M3_TOKENS)
     if fp8_block_scale:
         _scale_count(scales, 2, "use_deepseek_fp8_block_scale")

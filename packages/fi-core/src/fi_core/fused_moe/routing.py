@@ -57,6 +57,11 @@ def route(
         raise ValueError(f"num_fused_shared_experts must be at most {_MOST_EXPERTS} - top_k {top_k}; got {shared}")
     if (n_group or 1) > 1 and not topk_group:  # without groups, engines pass 0
         raise ValueError(f"topk_group must be in 1..n_group = {n_group}; got {topk_group}")
+    if (n_group or 1) > 1 and method != RoutingMethodType.DeepSeekV3:
+        raise ValueError(
+            f"n_group must be None or 1 for routing_method_type {int(method)}: groups are those of DeepSeekV3 "
+            f"({int(RoutingMethodType.DeepSeekV3)}); got {n_group}"
+        )
     ids = p.scratch((logits.shape[0], top_k + shared), torch.int32)
     weights = p.result(ids.shape, torch.bfloat16) if in_bf16 else p.scratch(ids.shape, torch.float32)
     p.add(
@@ -76,13 +81,29 @@ def route(
     return Routed(ids, weights)
 
 
-def unpacked(topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Routed:
-    """Experts that the caller chose: (ids, weights), or int32 `expert << 16 | bits of a bf16 weight`."""
+def unpacked(topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor], top_k: int, shared: int = 0) -> Routed:
+    """Experts that the caller chose, top_k and up to `shared` more of each token: (ids, weights), or int32
+    `expert << 16 | bits of a bf16 weight`.
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: weights are no floats.
+    """
     import torch
 
-    if isinstance(topk_ids, (tuple, list)):
-        ids, weights = topk_ids
+    pair = topk_ids if isinstance(topk_ids, (tuple, list)) else (topk_ids,)
+    if len(pair) > 2 or not pair:
+        raise ValueError(f"topk_ids must be a tensor, or a tuple (ids, weights); got {len(pair)} members")
+    columns = pair[0].shape[-1] if pair[0].ndim == 2 else top_k  # of another rank: refused below
+    if not top_k <= columns <= top_k + shared:
+        most = f" to {top_k + shared}" if shared else ""
+        raise ValueError(f"topk_ids must have {top_k}{most} columns, top_k; got {list(pair[0].shape)}")
+    if len(pair) == 2:
+        ids, weights = pair
+        if not weights.dtype.is_floating_point:
+            raise TypeError(f"topk_ids[1], the weights, must be floats; got {weights.dtype}")
         return Routed(ids, weights if weights.dtype is torch.bfloat16 else weights.float())
+    topk_ids = pair[0]
     if topk_ids.ndim != 2 or topk_ids.dtype is not torch.int32:
         raise ValueError(
             f"topk_ids must be int32 [tokens, top_k], or a tuple of ids and weights; got {topk_ids.dtype} "

@@ -11,7 +11,7 @@ from fi_core.fused_moe.layer import Layer, Projection, Tables, TokenExperts
 from fi_core.fused_moe.moe_few_tokens import compute_few_tokens, takes_slots
 from fi_core.fused_moe.moe_layer import compose_layer
 from fi_core.fused_moe.ops import MOE_FINALIZE, MOE_GATHER
-from fi_core.tllm_enums import WeightLayout, is_gated_activation
+from fi_core.tllm_enums import WeightLayout, is_gated_activation, member
 from fi_core.utils import get_shuffle_matrix_a_row_indices
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ def shared_experts(count: int | None, num_experts: int, local_num_experts: int) 
 
 
 _BLOCK_BYTES = 128  # of a row in BlockMajorK
-_MX_BLOCK = 32  # values of a scale
 
 
 @functools.lru_cache(maxsize=256)
@@ -62,7 +61,7 @@ def places_of_rows(rows: int, tile: int, alternates: bool, device: torch.device)
 
 def check_layout(name: str, weight: torch.Tensor, layout: int) -> None:
     """Raises unless a weight has the shape of its layout."""
-    layout = WeightLayout(layout)
+    layout = member("weight_layout", WeightLayout, layout)
     if layout is WeightLayout.MajorK:
         if weight.ndim != 3:
             raise ValueError(f"{name} must have shape [experts, n, k] in layout MajorK; got {list(weight.shape)}")
@@ -91,19 +90,6 @@ def check_scale_of_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> None:
         required = "given" if quantized else "None"
         got = "None" if scale is None else f"a tensor {list(scale.shape)}"
         raise ValueError(f"hidden_states_scale must be {required} with {x.dtype} hidden_states; got {got}")
-
-
-def check_mx_scales(name: str, scales: torch.Tensor, shape: tuple[int, int, int], swizzled: bool = False) -> None:
-    """Raises ValueError unless there is a byte for each 32 values of matrices of this shape."""
-    matrices, rows, columns = shape
-    blocks = columns // _MX_BLOCK
-    if swizzled:
-        rows, blocks = -(-rows // 128) * 128, -(-blocks // 4) * 4
-    count = matrices * rows * blocks
-    if scales.numel() * scales.element_size() != count:
-        raise ValueError(
-            f"{name} must have {count} bytes, one for each {_MX_BLOCK} values; got {scales.dtype} {list(scales.shape)}"
-        )
 
 
 def _check(layer: Layer, kind: int, routed: Routed, call: LayerCall) -> None:

@@ -86,7 +86,7 @@ def trtllm_bf16_moe(
             gated activation. In BlockMajorK `[experts, hidden / 64, n, 64]`.
         gemm2_weights: `[experts here, hidden, intermediate_size]`, or blocks.
         num_experts, top_k: of all ranks; at most 512 and 32.
-        n_group, topk_group: groups of experts of DeepSeekV3; None or 1 means none.
+        n_group, topk_group: groups of experts, for DeepSeekV3 alone; None or 1 means none.
         intermediate_size: outputs of the activation.
         local_expert_offset, local_num_experts: the experts whose weights are here; the result is a partial sum.
         routed_scaling_factor: factor of the weights of DeepSeekV3 and MiniMax2; None means 1.
@@ -187,7 +187,7 @@ def trtllm_bf16_routed_moe(
     call = LayerCall(
         num_experts, intermediate_size, local_expert_offset, local_num_experts, do_finalize, output
     )._replace(gemm1_lora_delta=gemm1_lora_delta)
-    routed = unpacked(topk_ids)
+    routed = unpacked(topk_ids, top_k)
     activation = activation_of(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
     order = use_shuffled_weight, weight_layout
     return _run(p, routed, hidden_states, gemm1_weights, gemm2_weights, call, *order, activation)

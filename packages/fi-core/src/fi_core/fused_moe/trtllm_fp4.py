@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fi_core.fused_moe.activations import activation_of
-from fi_core.fused_moe.formats import dequantized
+from fi_core.fused_moe.formats import block_scales, dequantized
 from fi_core.fused_moe.layer import TOKENS, Layer, Mixed, Projection
 from fi_core.fused_moe.ops import MXFP4, NVFP4
 from fi_core.fused_moe.routing import Routed, route, unpacked
@@ -33,14 +33,14 @@ def _dequantized(p: Launches, x: torch.Tensor, scale: torch.Tensor | None) -> to
     if x.dtype in (torch.bfloat16, torch.float16):
         return x
     if scale is not None and x.dtype is torch.float8_e4m3fn:
-        return dequantized(p, x, scale, block_scaled.MXFP8, False)
+        return dequantized(p, x, "hidden_states_scale", scale, block_scaled.MXFP8, False)
     if scale is not None and x.dtype is torch.uint8:
-        return dequantized(p, x, scale, block_scaled.NVFP4, False)
+        return dequantized(p, x, "hidden_states_scale", scale, block_scaled.NVFP4, False)
     raise TypeError(f"hidden_states must be bfloat16, float8_e4m3fn or uint8 (fp4); got {x.dtype}")
 
 
-def _format(name: str, p: Projection) -> int:
-    """NVFP4 or MXFP4, by the number of scales."""
+def _format(name: str, p: Projection) -> tuple[int, int]:
+    """NVFP4 or MXFP4, by the number of scales, and the values of a block."""
     assert p.scale is not None
     if p.weight.ndim != 3:
         raise ValueError(f"{name} must have shape [experts, n, k / 2]; got {list(p.weight.shape)}")
@@ -58,7 +58,7 @@ def _format(name: str, p: Projection) -> int:
                 f"{list(p.scale.shape)}"
             )
     if fits:
-        return fits[0][0]
+        return fits[0]
     raise ValueError(
         f"{name}_scale must have the scales of 16 or 32 values of {name} in the 128x4 layout; got {list(p.scale.shape)}"
     )
@@ -99,9 +99,10 @@ def _run(
     ):
         assert w.scale is not None
         alpha = None if factor is None else factor.reshape(-1).float()
-        mixed = Mixed(_format(name, w), SfLayout.layout_128x4.value, alpha)
-        weight, scale = (t.contiguous().view(torch.uint8) for t in (w.weight, w.scale))
-        own = w._replace(weight=weight, scale=scale, mixed=mixed)
+        (experts, rows, half), (format, block) = w.weight.shape, _format(name, w)
+        scale = block_scales(f"{name}_scale", w.scale, (experts, rows, 2 * half // block), swizzled=True)
+        mixed = Mixed(format, SfLayout.layout_128x4.value, alpha)
+        own = w._replace(weight=w.weight.contiguous().view(torch.uint8), scale=scale, mixed=mixed)
         found.append(prepared(p, own, name, WeightLayout.MajorK, _TILE, reorders, True))
     out = run_layer(p, Layer(x, found[0], found[1], x.dtype), activation, routed, call)
     return out if isinstance(out, list) else [out]
@@ -168,7 +169,7 @@ def trtllm_fp4_block_scale_moe(
         output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar: fp32 `[experts here]`: factors of the
             first product with and without the global scale of activated values, and of the second; None means 1.
         num_experts, top_k: of all ranks; at most 512 and 32.
-        n_group, topk_group: groups of experts of DeepSeekV3; None or 1 means none.
+        n_group, topk_group: groups of experts, for DeepSeekV3 alone; None or 1 means none.
         intermediate_size: outputs of the activation.
         local_expert_offset, local_num_experts: the experts whose weights are here; the result is a partial sum.
         routed_scaling_factor: factor of the weights of DeepSeekV3 and MiniMax2; None means 1.
@@ -279,4 +280,4 @@ def trtllm_fp4_block_scale_routed_moe(
     scales = (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar)
     more: Any = {"per_token_scale": per_token_scale, "scale_layout": hidden_states_scale_layout}
     x, x_scale = hidden_states, hidden_states_scale
-    return _run(p, unpacked(topk_ids), x, x_scale, up, down, activation, scales, call, **more)
+    return _run(p, unpacked(topk_ids, top_k, shared), x, x_scale, up, down, activation, scales, call, **more)

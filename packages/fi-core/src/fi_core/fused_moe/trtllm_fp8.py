@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 from fi_core.fused_moe import trace
 from fi_core.fused_moe.activations import activation_of
-from fi_core.fused_moe.formats import dequantized, fp8_blocks
+from fi_core.fused_moe.formats import block_scales, dequantized, fp8_blocks
 from fi_core.fused_moe.layer import TOKENS, Layer, Mixed, Projection
 from fi_core.fused_moe.ops import MXFP8
 from fi_core.fused_moe.routing import Routed, route, unpacked
 from fi_core.fused_moe.trtllm import (
     LayerCall,
-    check_mx_scales,
     check_scale_of_tokens,
     check_tokens,
     prepared,
@@ -24,7 +23,7 @@ from fi_core.observe.log import fi_api
 from fi_core.quantization.layout import layout_of
 from fi_core.runtime.errors import refuse
 from fi_core.runtime.launch.plan import Launches, plans_launches
-from fi_core.tllm_enums import ActivationType, Fp8QuantizationType, WeightLayout, is_gated_activation
+from fi_core.tllm_enums import ActivationType, Fp8QuantizationType, WeightLayout, is_gated_activation, member
 
 if TYPE_CHECKING:
     import torch
@@ -55,14 +54,13 @@ def _mx_layer(
     import torch
 
     if x_scale is not None:
-        check_mx_scales("hidden_states_scale", x_scale, (1, x.shape[0], x.shape[1]))
-        x = dequantized(p, x, x_scale, block_scaled.MXFP8, False)
+        x = dequantized(p, x, "hidden_states_scale", x_scale, block_scaled.MXFP8, False)
     mixed, found = Mixed(MXFP8, layout_of(shuffled).value), []
     for name, w, alternates in (("gemm1_weights", up, gated), ("gemm2_weights", down, False)):
         assert w.scale is not None
         own = prepared(p, w._replace(mixed=mixed), name, weight_layout, _TILE, alternates, shuffled)
-        check_mx_scales(f"{name}_scale", w.scale, (len(w.weight), w.rows, w.columns_of_k), shuffled)
-        found.append(own._replace(scale=w.scale.contiguous().view(torch.uint8)))
+        shape = (len(w.weight), w.rows, w.columns_of_k // 32)
+        found.append(own._replace(scale=block_scales(f"{name}_scale", w.scale, shape, shuffled)))
     return Layer(x, found[0], found[1], torch.bfloat16)
 
 
@@ -108,9 +106,8 @@ def _run_blocks(
         raise ValueError(f"hidden_states must have shape [tokens, hidden]; got {list(x.shape)}")
     check_scale_of_tokens(x, x_scale)
     _are_e4m3(gemm1_weights=up.weight, gemm2_weights=down.weight)
-    kind = (
-        Fp8QuantizationType.DeepSeekFp8 if fp8_quantization_type is None else Fp8QuantizationType(fp8_quantization_type)
-    )
+    asked = Fp8QuantizationType.DeepSeekFp8 if fp8_quantization_type is None else fp8_quantization_type
+    kind = member("fp8_quantization_type", Fp8QuantizationType, asked)
     if kind is Fp8QuantizationType.MxFp8:
         layer = _mx_layer(p, x, x_scale, up, down, is_gated_activation(activation.kind), shuffled, weight_layout)
     elif kind is Fp8QuantizationType.DeepSeekFp8:
@@ -177,7 +174,7 @@ def trtllm_fp8_block_scale_moe(
             layout where weights are shuffled, else linear.
         gemm2_weights, gemm2_weights_scale: the same of `[experts here, hidden, intermediate_size]`.
         num_experts, top_k: of all ranks; at most 512 and 32.
-        n_group, topk_group: groups of experts of DeepSeekV3; None or 1 means none.
+        n_group, topk_group: groups of experts, for DeepSeekV3 alone; None or 1 means none.
         intermediate_size: outputs of the activation.
         local_expert_offset, local_num_experts: the experts whose weights are here; the result is a partial sum.
         routed_scaling_factor: factor of the weights of DeepSeekV3 and MiniMax2; None means 1.
@@ -293,7 +290,8 @@ def trtllm_fp8_block_scale_routed_moe(
     local = (intermediate_size, local_expert_offset, local_num_experts + shared)
     call = LayerCall(num_experts + shared, *local, do_finalize, output, gemm1_lora_delta)
     form = (use_shuffled_weight, weight_layout, fp8_quantization_type)
-    return _run_blocks(p, unpacked(topk_ids), hidden_states, hidden_states_scale, up, down, activation, *form, call)
+    routed = unpacked(topk_ids, top_k, shared)
+    return _run_blocks(p, routed, hidden_states, hidden_states_scale, up, down, activation, *form, call)
 
 
 def _run_tensors(
@@ -384,7 +382,7 @@ def trtllm_fp8_per_tensor_scale_moe(
         gemm2_weights: e4m3 `[experts here, hidden, intermediate_size]`, rows shuffled with a tile of 128.
         output2_scales_scalar: fp32 `[experts here]`, the scales of activated values and weight.
         num_experts, top_k: of all ranks; at most 512 and 32.
-        n_group, topk_group: groups of experts of DeepSeekV3; None or 1 means none.
+        n_group, topk_group: groups of experts, for DeepSeekV3 alone; None or 1 means none.
         intermediate_size: outputs of the activation.
         local_expert_offset, local_num_experts: the experts whose weights are here; the result is a partial sum.
         routed_scaling_factor: factor of the weights of DeepSeekV3 and MiniMax2; None means 1.
@@ -487,7 +485,7 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
     refuse("leave it out: topk_ids are the experts", routing_replay_out=routing_replay_out)
     return _run_tensors(
         p,
-        unpacked(topk_ids),
+        unpacked(topk_ids, top_k),
         hidden_states,
         gemm1_weights,
         output1_scales_scalar,

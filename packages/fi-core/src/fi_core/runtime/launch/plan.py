@@ -173,8 +173,8 @@ class LaunchPlan:
         return _address(x) % ALIGNMENT
 
     def finish(self, out: torch.Tensor | None, returned: torch.Tensor | list[torch.Tensor]) -> bool:
-        """Completes the plan, whose function returns this; False: nothing is launched, or torch makes a tensor in each
-        call. out: an argument that receives the result. Raises ValueError for a result that no step writes.
+        """Completes the plan, whose function returns this; False: no step can make the calls of all, or torch makes a
+        tensor in each call. out: an argument that receives the result. Raises ValueError for one that no step writes.
         """
         listed = returned if isinstance(returned, list) else [returned]
         for x in (*self._results, *(x for x in listed if x is out)):
@@ -182,15 +182,16 @@ class LaunchPlan:
                 raise ValueError(f"a plan must write its results; no step writes {x.dtype} {list(x.shape)}")
         self.prepare()
         whole = {_facts(x): n for n, x in enumerate(self.forms) if x is not None}
-        if not self.steps or not self.is_complete or any(_facts(x) not in whole for x in listed):
+        modules = [operator.module(self.device) for operator, _ in self.steps]
+        makers = [module["steps"] for module in modules if module.implements_function("steps")]
+        if not makers or not self.is_complete or any(_facts(x) not in whole for x in listed):
             return False
         self._returned, self._is_list = [whole[_facts(x)] for x in listed], listed is returned
         scratch = _space(torch.uint8, "cpu")[: self.scratch_bytes]
         words = [self.given, 1 + len(self.forms), scratch, *(x if x is None else _on_host(x) for x in self.forms)]
-        modules = [operator.module(self.device) for operator, _ in self.steps]
         for module, (_, values) in zip(modules, self.steps):
             words += [module["call"], len(values), *values]
-        self._call = next(m["steps"] for m in modules if m.implements_function("steps"))(*words)
+        self._call = makers[0](*words)
         return True
 
     def prepare(self, learns: bool = True) -> None:
@@ -250,7 +251,7 @@ class plans_launches:
         tokens: the axis of tokens of each argument that has one. On CUDA the first call of a layer begins to compile
             the kernels of other numbers of tokens.
 
-    One of the host modules of a plan's steps must export `steps` (FI_STEPS).
+    A plan is kept where one of the host modules of its steps exports `steps` (FI_STEPS).
     """
 
     def __init__(

@@ -223,6 +223,15 @@ def of_fp4(device: str) -> tuple[Arguments, torch.Tensor]:
     return given | found, experts(given["hidden_states"], *given["topk_ids"], *values)
 
 
+def test_factors_of_outputs_are_1_where_they_are_none(device: str) -> None:
+    """The scale of activated values multiplies the linear projection; a gate has it not."""
+    given, want = of_fp4(device)
+    three = torch.full((E,), 3.0, device=device)
+    for name, factor in (("output1_scale_scalar", 3.0), ("output2_scale_scalar", 3.0)):
+        out = moe.trtllm_fp4_block_scale_routed_moe(**given | {name: three})[0]
+        assert error(out, factor * want) < 1e-2, name
+
+
 def test_scales_of_prepared_weights_have_their_shape(device: str) -> None:
     given, want = of_fp4(device)
     for name in ("gemm1_weights_scale", "gemm2_weights_scale"):

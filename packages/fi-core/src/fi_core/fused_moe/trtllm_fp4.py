@@ -89,8 +89,9 @@ def _run(
     if hidden_states.ndim != 2:
         raise ValueError(f"hidden_states must have shape [tokens, hidden]; got {list(hidden_states.shape)}")
     linear, gate, last = factors
-    if gate is not None and linear is not None and last is not None:
-        last = last * (linear / gate)
+    for ratio in (linear, None if gate is None else 1 / gate):
+        if ratio is not None:
+            last = ratio if last is None else last * ratio
     x, found = _dequantized(p, hidden_states, hidden_states_scale), []
     alternates = is_gated_activation(activation.kind)
     for name, w, factor, reorders in (

@@ -101,7 +101,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
             "hidden_states_scale: in the 128x4 layout, hidden_states_scale_layout: layout_128x4",
             "hidden_states_scale_layout must be layout_linear"),
         Row("fused_moe.trtllm_fp4_block_scale_moe", "hidden_states_scale: in the 128x4 layout, not told",
-            "hidden_states_scale must have shape [37, 16] in rows"),
+            "hidden_states_scale must have shape [37, 16] in layout_linear"),
         Row("fused_moe.trtllm_fp4_block_scale_moe", "scales: flat, of a size that blocks of 16 and of 32 have",
             "gemm1_weights_scale must have shape [experts, n, k / block]"),
         Row("cute_dsl_fused_moe_bf16", "w1_weight: 32 linear rows, then the 32 of their gates"),

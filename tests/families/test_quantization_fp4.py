@@ -265,6 +265,29 @@ def test_dequantizers_agree(device: str) -> None:
         assert torch.equal(z, y.cpu())
 
 
+@pytest.mark.parametrize("layout", SfLayout)
+def test_scales_in_another_order_are_refused(layout: SfLayout, device: str) -> None:
+    """As many scales in another shape would be read as those of rows."""
+    x, swizzled = normal(40, 96).to(device), layout is not SfLayout.layout_linear
+    fp4, scales = fi_core.mxfp4_quantize(x, sfLayout=layout)
+    fp8, flat = fi_core.mxfp8_quantize(x, sf_swizzle_layout=layout)
+    calls: dict[str, Any] = {
+        "a_sf": lambda s: fi_core.mxfp4_dequantize(fp4, s, layout),
+        "ufp8_scale_tensor": lambda s: fi_core.e2m1_and_ufp8sf_scale_to_float(
+            fp4, s, None, 32, 0, swizzled, layout is SfLayout.layout_8x4
+        ),
+        "scale_tensor": lambda s: fi_core.mxfp8_dequantize_host(fp8, s, sf_swizzle_layout=layout),
+    }
+    if not swizzled:
+        calls["scale"] = lambda s: fi_core.mxfp4_dequantize_host(fp4, s)
+    for name, call in calls.items():
+        own = flat.view_as(scales) if name == "scale_tensor" else scales
+        assert torch.equal(call(own.flatten()), call(own))
+        for other in (own.t().contiguous(), own.view(-1, 2 * own.shape[1])):
+            with pytest.raises(ValueError, match=rf"{name} must have shape .* in {layout.name}, or be flat"):
+                call(other)
+
+
 X, ONE = torch.zeros(4, 64, dtype=torch.bfloat16), torch.ones(1)
 
 
@@ -319,7 +342,7 @@ X, ONE = torch.zeros(4, 64, dtype=torch.bfloat16), torch.ones(1)
         (
             lambda: fi_core.mxfp4_dequantize(torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)),
             ValueError,
-            r"a_sf: \[sf_rows, sf_columns\] is required; got shape \(3,\)",
+            r"a_sf must have shape .* in layout_128x4, or be flat; got \[3\]",
         ),
         (
             lambda: fi_core.mxfp4_dequantize_host(X.byte(), X[:, :4].to(torch.float8_e4m3fn)),

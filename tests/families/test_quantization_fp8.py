@@ -159,7 +159,7 @@ X = torch.zeros(4, 64, dtype=torch.bfloat16)
         (
             lambda: fi_core.mxfp8_dequantize_host(X.to(torch.float8_e4m3fn), torch.zeros(9, dtype=torch.uint8)),
             ValueError,
-            r"scale_tensor: \[sf_rows, sf_columns\] is required; got shape \(9,\)",
+            r"scale_tensor must have shape .* in layout_128x4, or be flat; got \[9\]",
         ),
         (
             lambda: fi_core.mxfp8_dequantize_host(X.to(torch.int8), torch.zeros(128, 4, dtype=torch.uint8)),

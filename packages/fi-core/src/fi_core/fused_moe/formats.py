@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from fi_core.fused_moe.layer import E4M3_BLOCKS, E4M3_TOKENS, Layer, Mixed, Projection
 from fi_core.fused_moe.ops import INT4, MXFP4, MXFP8, NVFP4
 from fi_core.gemm import block_scaled
-from fi_core.quantization.layout import SfLayout, layout_of, scale_shape
+from fi_core.quantization.layout import SfLayout, check_scales, layout_of
 from fi_core.quantization.ops import BLOCK_DEQUANTIZE
 from fi_core.runtime.errors import BackendSupportedError
 from fi_core.tllm_enums import is_gated_activation
@@ -90,34 +89,8 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 def block_scales(
     name: str, scales: torch.Tensor, shape: tuple[int, ...], swizzled: bool = False, size: int = 1
 ) -> torch.Tensor:
-    """Scales of blocks, of `size` bytes, as bytes.
-
-    Args:
-        name: of the argument.
-        scales: of any dtype of this size, or viewed as wider integers.
-        shape: `[.., rows, blocks]` without the padding of the 128x4 layout. Rows of experts may be one dimension, and
-            what belongs to a matrix, or all.
-        swizzled: whether they are in the 128x4 layout.
-        size: 1 or 2.
-
-    Raises:
-        ValueError: the shape is another.
-        TypeError: the dtype does not fit.
-    """
-    *experts, rows, blocks = shape
-    if swizzled:
-        rows, blocks = scale_shape(SfLayout.layout_128x4, rows, blocks)
-    count, width = math.prod(experts), scales.dtype.itemsize
-    if (scales.dtype.is_floating_point and width != size) or scales.dtype.is_complex or width % size:
-        raise TypeError(f"{name} must have elements of {size} bytes, or views of them as integers; got {scales.dtype}")
-    got = (*scales.shape[:-1], scales.shape[-1] * width // size) if scales.ndim else ()
-    matrix = rows * blocks
-    if got not in ((*experts, rows, blocks), (count * rows, blocks), (count, matrix), (count * matrix,)):
-        layout = "the 128x4 layout" if swizzled else "rows"
-        viewed = f" of {scales.dtype}" if width != size else ""
-        raise ValueError(
-            f"{name} must have shape {[*experts, rows, blocks]} in {layout}; got {list(scales.shape)}{viewed}"
-        )
+    """Scales of blocks as bytes; raises unless they are those of `[.., rows, blocks]`, see `check_scales`."""
+    check_scales(name, scales, shape, layout_of(swizzled), size)
     return _bytes(scales)
 
 

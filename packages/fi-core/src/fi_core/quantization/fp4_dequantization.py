@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 from fi_core.observe.log import fi_api
 from fi_core.quantization import inverse_trace, ops
-from fi_core.quantization.layout import SfLayout, bytes_of, checked_layout, in_fp32, layout_of, matrix_of
+from fi_core.quantization.layout import (
+    SfLayout,
+    bytes_of,
+    check_scales_of,
+    checked_layout,
+    in_fp32,
+    layout_of,
+    matrix_of,
+)
 from fi_core.quantization.ops import E4M3_SCALE, UE8M0_SCALE
 
 if TYPE_CHECKING:
@@ -24,6 +32,7 @@ def _dequantize(
     out = torch.empty(matrix.shape[0], 2 * matrix.shape[1], dtype=torch.float32, device=values.device)
     kind = "float8_e4m3fn" if scale_format == E4M3_SCALE else "float8_e8m0fnu"
     scales = bytes_of(scales_name, scales, kind).contiguous()
+    check_scales_of(scales_name, scales, (*values.shape[:-1], out.shape[1]), block, layout)
     ops.block_dequantize(
         out, matrix, scales, in_fp32(global_scale), block_size=block, scale_format=scale_format, layout=layout.value
     )
@@ -44,7 +53,8 @@ def e2m1_and_ufp8sf_scale_to_float(
 
     Args:
         e2m1_tensor: `[m, k / 2]`, uint8, on any device; copied to the CPU.
-        ufp8_scale_tensor: the scales, in any shape, on any device: uint8, or the dtype that ufp8_type names.
+        ufp8_scale_tensor: the scales, as `fp4_quantize` returns them or flat, on any device: uint8, or the dtype that
+            ufp8_type names.
         global_scale_tensor: `[1]`, 1 / the global scale of the quantization; None: 1.
         sf_vec_size: elements of a block.
         ufp8_type: 1: e4m3 scales; 0: ue8m0.
@@ -80,7 +90,7 @@ def mxfp4_dequantize(
 
     Args:
         a_fp4: `[m, k / 2]`, uint8.
-        a_sf: the scales of blocks of 32, uint8 or float8_e8m0fnu, in any shape.
+        a_sf: the scales of blocks of 32, uint8 or float8_e8m0fnu, as `mxfp4_quantize` returns them, or flat.
         sfLayout: their layout.
 
     Returns:
@@ -99,7 +109,7 @@ def mxfp4_dequantize_host(weight: torch.Tensor, scale: torch.Tensor, group_size:
 
     Args:
         weight: `[m, k / 2]`, uint8.
-        scale: `[m, k / group_size]`, or so many elements in another shape; uint8 or float8_e8m0fnu.
+        scale: `[m, k / group_size]`, or flat; uint8 or float8_e8m0fnu.
         group_size: elements of a block.
 
     Returns:

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 from fi_core.observe.log import fi_api
 from fi_core.quantization import inverse_trace, ops, trace
 from fi_core.quantization.fp4_quantization import grouped_scales
-from fi_core.quantization.layout import SfLayout, bytes_of, checked_layout, layout_of, matrix_of, scale_shape
+from fi_core.quantization.layout import (
+    SfLayout,
+    bytes_of,
+    check_scales_of,
+    checked_layout,
+    layout_of,
+    matrix_of,
+    scale_shape,
+)
 from fi_core.quantization.ops import FLOAT_SCALE, POWER_OF_TWO_SCALE, UE8M0_SCALE
 from fi_core.utils import round_up
 
@@ -129,7 +137,8 @@ def mxfp8_dequantize_host(
 
     Args:
         input: `[m, k]`, e4m3, or uint8 with the same bits.
-        scale_tensor: the scales of blocks of 32, uint8 or float8_e8m0fnu, in any shape.
+        scale_tensor: the scales of blocks of 32, uint8 or float8_e8m0fnu: flat as `mxfp8_quantize` returns them, or as
+            `[m, k / 32]`, padded in a swizzled layout.
         is_sf_swizzled_layout: as for `mxfp8_quantize`.
         sf_swizzle_layout: as for `mxfp8_quantize`.
 
@@ -147,6 +156,7 @@ def mxfp8_dequantize_host(
     matrix = matrix_of("input", values).contiguous()
     out = torch.empty(matrix.shape, dtype=torch.float32, device=input.device)
     scales = bytes_of("scale_tensor", scale_tensor, "float8_e8m0fnu").contiguous()
+    check_scales_of("scale_tensor", scales, input.shape, _MX_BLOCK, layout)
     ops.block_dequantize(out, matrix, scales, block_size=_MX_BLOCK, scale_format=UE8M0_SCALE, layout=layout.value)
     return out.view(input.shape)
 

@@ -35,6 +35,45 @@ def scale_shape(layout: SfLayout, rows: int, columns: int) -> tuple[int, int]:
     return round_up(rows, TILE_ROWS[layout]), round_up(columns, 4)
 
 
+def check_scales(name: str, scales: torch.Tensor, shape: tuple[int, ...], layout: SfLayout, size: int = 1) -> None:
+    """Raises unless scales of `size` bytes have the shape of their matrices, for as many in another order would be read
+    as these.
+
+    Args:
+        name: of the argument.
+        scales: of any dtype of this size, or viewed as wider integers.
+        shape: `[.., rows, blocks]` without padding. Rows of all matrices may be one dimension, and so may what belongs
+            to a matrix, or all.
+        layout: in which each matrix is padded.
+        size: 1 or 2.
+
+    Raises:
+        ValueError: the shape is another.
+        TypeError: the dtype does not fit.
+    """
+    *matrices, rows, blocks = shape
+    rows, blocks = scale_shape(layout, rows, blocks)
+    count, width = math.prod(matrices), scales.dtype.itemsize
+    if (scales.dtype.is_floating_point and width != size) or scales.dtype.is_complex or width % size:
+        raise TypeError(f"{name} must have elements of {size} bytes, or views of them as integers; got {scales.dtype}")
+    got = (*scales.shape[:-1], scales.shape[-1] * width // size) if scales.ndim else ()
+    whole = rows * blocks
+    if got not in ((*matrices, rows, blocks), (count * rows, blocks), (count, whole), (count * whole,)):
+        viewed = f" of {scales.dtype}" if width != size else ""
+        raise ValueError(
+            f"{name} must have shape {[*matrices, rows, blocks]} in {layout.name}, or be flat; got "
+            f"{list(scales.shape)}{viewed}"
+        )
+
+
+def check_scales_of(name: str, scales: torch.Tensor, values: tuple[int, ...], block: int, layout: SfLayout) -> None:
+    """The same for the scales of blocks of rows of values `[.., m, k]`, which are one matrix in a swizzled layout."""
+    *rows, k = values
+    if block > 0 and k % block == 0:  # else the kernel refuses the block
+        own = rows if layout is SfLayout.layout_linear else [math.prod(rows)]
+        check_scales(name, scales, (*own, k // block), layout)
+
+
 def layout_of(swizzled: bool, tiles_of_8: bool = False) -> SfLayout:
     """The layout that FlashInfer's flags name."""
     if not swizzled:

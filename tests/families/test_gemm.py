@@ -479,3 +479,16 @@ REFUSALS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 def test_refusals(call: Callable[[], Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         call()
+
+
+def test_a_result_over_an_operand_is_refused(device: str) -> None:
+    """Rows of the product would be read as operands; other rows or columns of one matrix are none of it."""
+    x, w = (rand(n, 64, dtype=torch.bfloat16, device=device, seed=n) for n in (48, 64))
+    for name, out, a, b in (("a", x, x, w), ("b", w[:48], x, w), ("a", x[1:], x[:-1], w)):
+        with pytest.raises(ValueError, match=f"out is written while {name} is read, so they must not share memory"):
+            fi_core.mm_bf16(a, b.t(), out=out)
+    want = fi_core.mm_bf16(x, w.t())
+    for room in (torch.zeros(48, 2, 64), torch.zeros(2, 48, 64).transpose(0, 1)):
+        both = room.to(device, torch.bfloat16)
+        both[:, 0] = x
+        assert torch.equal(fi_core.mm_bf16(both[:, 0], w.t(), out=both[:, 1]), want)

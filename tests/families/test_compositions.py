@@ -66,6 +66,7 @@ def test_gemm_alpha_beta(alpha: float, beta: float, dtype: torch.dtype, device: 
     assert_close(turned, alpha * a.double() @ b.double(), tolerance=FINE if dtype is torch.float32 else None)
     with pytest.raises(ValueError, match="c must not share storage with a or b"):
         gemm.gemm_alpha_beta(a, b.T.contiguous(), a)
+    assert gemm.gemm_alpha_beta(a[:0], b.T.contiguous(), c[:0]).shape == (0, 40), "an empty c shares nothing"
 
 
 def test_backends_of_ragged_products() -> None:

@@ -116,7 +116,7 @@ def gemm_alpha_beta(
     Args:
         a: `[m, k]`, bf16 or fp16; `[k, m]` with trans_a, which is copied.
         b: `[n, k]`, dtype of a; `[k, n]` without trans_b.
-        c: `[m, n]`, bf16, fp16 or fp32; not read if beta is 0. It must not overlap a or b.
+        c: `[m, n]`, bf16, fp16 or fp32; not read if beta is 0. It must not share storage with a or b.
         trans_a, trans_b: the order of a and b.
         alpha, beta: numbers.
         num_sms: accepted.
@@ -133,7 +133,7 @@ def gemm_alpha_beta(
     import torch
 
     is_16_bit(a, b)
-    if c.untyped_storage().data_ptr() in (a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr()):
+    if c.numel() and c.untyped_storage().data_ptr() in (a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr()):
         raise ValueError("c must not share storage with a or b, which are read while it is written")
     factor = None if alpha == 1 else a.new_full((1,), alpha, dtype=torch.float32)
     out = c if beta == 0 else c.new_empty(c.shape, dtype=torch.float32)

@@ -115,12 +115,14 @@ def dequantized(
     import torch
 
     values = x if x.dtype is getattr(torch, format.dtype) else _bytes(x)
-    out = p.scratch((x.shape[0], x.shape[1] * format.values), torch.bfloat16)
+    rows, columns = x.shape[0], x.shape[1] * format.values
+    codes = block_scales(name, scales, (rows, columns // format.block), swizzled).reshape(-1)
+    out = p.scratch((rows, columns), torch.bfloat16)
     p.add(
         BLOCK_DEQUANTIZE,
         out,
         values,
-        block_scales(name, scales, (out.shape[0], out.shape[1] // format.block), swizzled).reshape(-1),
+        codes,
         block_size=format.block,
         scale_format=format.scale,
         layout=layout_of(swizzled).value,

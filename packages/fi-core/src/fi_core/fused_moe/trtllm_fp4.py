@@ -88,7 +88,11 @@ def _run(
         )
     if hidden_states.ndim != 2:
         raise ValueError(f"hidden_states must have shape [tokens, hidden]; got {list(hidden_states.shape)}")
-    linear, gate, last = factors
+    for name, given in zip(("output1_scale_scalar", "output1_scale_gate_scalar", "output2_scale_scalar"), factors):
+        if given is not None and (given.dtype is not torch.float32 or given.numel() not in (1, len(up.weight))):
+            got = f"{given.dtype} {list(given.shape)}"
+            raise ValueError(f"{name} must be float32 [{len(up.weight)}], one for each expert; got {got}")
+    linear, gate, last = (None if given is None else given.reshape(-1) for given in factors)
     for ratio in (linear, None if gate is None else 1 / gate):
         if ratio is not None:
             last = ratio if last is None else last * ratio
@@ -99,10 +103,9 @@ def _run(
         ("gemm2_weights", down, last, False),
     ):
         assert w.scale is not None
-        alpha = None if factor is None else factor.reshape(-1).float()
         (experts, rows, half), (format, block) = w.weight.shape, _format(name, w)
         scale = block_scales(f"{name}_scale", w.scale, (experts, rows, 2 * half // block), swizzled=True)
-        mixed = Mixed(format, SfLayout.layout_128x4.value, alpha)
+        mixed = Mixed(format, SfLayout.layout_128x4.value, factor)
         own = w._replace(weight=w.weight.contiguous().view(torch.uint8), scale=scale, mixed=mixed)
         found.append(prepared(p, own, name, WeightLayout.MajorK, _TILE, reorders, True))
     out = run_layer(p, Layer(x, found[0], found[1], x.dtype), activation, routed, call)

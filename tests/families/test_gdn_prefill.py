@@ -298,6 +298,15 @@ def test_indices_without_states(device: str) -> None:
     assert torch.equal(chunk_gated_delta_rule(**x, state_indices=slots), chunk_gated_delta_rule(**x))
 
 
+def test_a_negative_slot_is_no_state(device: str) -> None:
+    """Its sequence starts from zeros, and its last state goes nowhere."""
+    x, pool = inputs([70, 5], device), rand(3, 4, 128, 128, dtype=F32, device=device)
+    before, slots = pool.clone(), torch.tensor([-1, 1], device=device)
+    out = chunk_gated_delta_rule(**x, initial_state=pool, output_state=pool, state_indices=slots)
+    assert torch.equal(out[:70], chunk_gated_delta_rule(**x)[:70])
+    assert torch.equal(pool[::2], before[::2]) and not torch.equal(pool[1], before[1])
+
+
 def test_no_tokens_and_no_sequences(device: str) -> None:
     start = rand(2, 4, 128, 128, dtype=F32, device=device)
     out, final = chunk_gated_delta_rule(**inputs([0, 0], device), initial_state=start, output_final_state=True)

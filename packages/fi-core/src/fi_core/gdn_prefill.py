@@ -112,7 +112,8 @@ def chunk_gated_delta_rule(
             by rounding; False: they are not. "auto" means False with output_state_indices: then a prompt from a state
             in fp32 after a multiple of 64 tokens has the bits of the whole prompt.
         state_indices: `[N]`, int32 or int64, distinct slots: initial_state and output_state are pools
-            `[P, H, V, K]` whose rows are read and written. Both must then be given to be read and written.
+            `[P, H, V, K]` whose rows are read and written. Both must then be given to be read and written. A sequence
+            with a negative one starts from zeros, and its last state is not written.
         _cp_chunk_len: tokens of a segment, unless use_cp is False; None: the library's choice.
         backend: "auto", "flashinfer", "sm90" or "cutlass"; all of them select the kernels of this library.
         max_seqlen: accepted; it has no effect.

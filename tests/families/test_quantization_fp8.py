@@ -119,6 +119,12 @@ def test_groups_of_any_shape(shape: tuple[int, ...], device: str) -> None:
     assert s.shape == (*shape[:-1], 2)
 
 
+def test_groups_of_strided_elements_are_refused_for_their_stride() -> None:
+    """Not for their rank, which may be any."""
+    with pytest.raises(ValueError, match="x must be contiguous in its last dimension"):
+        fi_core.per_token_group_quant_8bit(torch.ones(2, 3, 64, 2)[..., 0], 32)
+
+
 X = torch.zeros(4, 64, dtype=torch.bfloat16)
 
 

@@ -238,7 +238,10 @@ def _explain_tensors(error: Exception, function: Callable[..., Any], given: Mapp
         for key, entry in template.inputs.items()
         if isinstance(entry, Tensor) and entry.tuple_idx is None  # a tensor in place of a tuple has its own shape
     ]
-    for name, value in tensors.items():
+    inner, _, rest = str(error).partition(": ")
+    of_a_kernel = _is_callee(inner)
+    says_more = of_a_kernel and "shape" not in rest.partition(";")[0]  # what it requires: not a shape
+    for name, value in () if says_more else tensors.items():
         dims = [entry.dim_names for key, entry in inputs if key == name]
         if dims and value.ndim not in map(len, dims):
             forms = " or ".join(dict.fromkeys(f"[{', '.join(each)}]" for each in dims))
@@ -246,8 +249,7 @@ def _explain_tensors(error: Exception, function: Callable[..., Any], given: Mapp
             raise ValueError(f"{called}: {name}: {forms} is required; got shape {got}") from error
     if tensors and type(error) in (ValueError, IndexError):  # of a kernel that names what it derives from them
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in tensors.items())
-        inner, _, rest = str(error).partition(": ")
-        text = rest if _is_callee(inner) else str(error)
+        text = rest if of_a_kernel else str(error)
         said = "a tensor has too few dimensions" if isinstance(error, IndexError) else text
         raise ValueError(f"{called}: {said}; got tensors of shapes {shapes}") from error
 

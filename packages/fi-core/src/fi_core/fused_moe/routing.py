@@ -91,25 +91,22 @@ def unpacked(topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor], top_k: 
     """
     import torch
 
-    pair = topk_ids if isinstance(topk_ids, (tuple, list)) else (topk_ids,)
-    if len(pair) > 2 or not pair:
-        raise ValueError(f"topk_ids must be a tensor, or a tuple (ids, weights); got {len(pair)} members")
-    columns = pair[0].shape[-1] if pair[0].ndim == 2 else top_k  # of another rank: refused below
-    if not top_k <= columns <= top_k + shared:
+    members = topk_ids if isinstance(topk_ids, (tuple, list)) else (topk_ids,)
+    if not 1 <= len(members) <= 2:
+        raise ValueError(f"topk_ids must be a tensor, or a tuple (ids, weights); got {len(members)} members")
+    ids, weights = members[0], members[1] if len(members) == 2 else None
+    if ids.ndim == 2 and not top_k <= ids.shape[1] <= top_k + shared:  # of another rank: refused below
         most = f" to {top_k + shared}" if shared else ""
-        raise ValueError(f"topk_ids must have {top_k}{most} columns, top_k; got {list(pair[0].shape)}")
-    if len(pair) == 2:
-        ids, weights = pair
+        raise ValueError(f"topk_ids must have {top_k}{most} columns, top_k; got {list(ids.shape)}")
+    if weights is not None:
         if not weights.dtype.is_floating_point:
             raise TypeError(f"topk_ids[1], the weights, must be floats; got {weights.dtype}")
         return Routed(ids, weights if weights.dtype is torch.bfloat16 else weights.float())
-    topk_ids = pair[0]
-    if topk_ids.ndim != 2 or topk_ids.dtype is not torch.int32:
+    if ids.ndim != 2 or ids.dtype is not torch.int32:
         raise ValueError(
-            f"topk_ids must be int32 [tokens, top_k], or a tuple of ids and weights; got {topk_ids.dtype} "
-            f"{list(topk_ids.shape)}"
+            f"topk_ids must be int32 [tokens, top_k], or a tuple of ids and weights; got {ids.dtype} {list(ids.shape)}"
         )
-    halves = topk_ids.contiguous()  # of little-endian words
+    halves = ids.contiguous()  # of little-endian words
     return Routed(halves.view(torch.int16)[:, 1::2], halves.view(torch.bfloat16)[:, ::2])
 
 

@@ -134,6 +134,13 @@ def test_interleave_pads_each_matrix_alone(device: str) -> None:
             fi_core.block_scale_interleave(x.float())
 
 
+def test_an_interleave_over_its_input_is_refused(device: str) -> None:
+    """A scale would be overwritten before it is read."""
+    x = torch.zeros(128, 4, dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match="must not share memory: pass a tensor of its own memory"):
+        fi_core.block_scale_interleave(x, out=x.view(-1))
+
+
 def test_shuffled_rows_are_those_of_the_matrix(device: str) -> None:
     x = normal(256, 128).to(device)
     q, scales = fi_core.nvfp4_quantize(x, one(50.0, device), do_shuffle=True)

@@ -11,7 +11,7 @@ from fi_core.attention import contract
 from fi_core.attention.schedule import PrefillPlan
 from fi_core.attention.wrappers.base import check_results, check_types
 from fi_core.observe.describe import words
-from fi_core.runtime.invariance import check_plan, is_on
+from fi_core.runtime.invariance import check_plan
 from fi_core.runtime.lazy import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -168,19 +168,3 @@ def items_fields(
         rest = torch.zeros(batch * length - given, dtype=torch.int16, device=items.device)
         items = torch.cat((items.view(torch.int16), rest))
     return {**fields, "items": items.view(torch.uint16).view(batch, length)}
-
-
-def plan_of_size(own: PrefillPlan, heads: tuple[int, int], given: dict[str, Any]) -> tuple[PrefillPlan, str]:
-    """A plan with what sizes of workspaces depend on, and its mask. given: arguments of `plan` behind num_kv_heads."""
-    given = {name: value for name, value in given.items() if value is not None}
-    dim, page_size = given["head_dim_qk"], given.get("page_size", 1)
-    dim_vo = given.get("head_dim_vo", dim)
-    contract.check_shape(*heads, page_size, head_dim_qk=dim, head_dim_vo=dim_vo)
-    fields = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim_qk": dim, "head_dim_vo": dim_vo}
-    fields |= contract.type_fields(*map(given.get, ("q_data_type", "kv_data_type", "o_data_type")))
-    fields |= {"page_size": page_size, "soft_cap": given.get("logits_soft_cap", 0.0)}
-    splits_kv = not (given.get("disable_split_kv") or given.get("fixed_split_size", 0) > 0 or is_on())
-    encoded = contract.encoding(given.get("pos_encoding_mode", "NONE"))
-    plan = own.replace(pos_encoding=encoded, splits_kv=splits_kv, **fields)
-    custom = "custom_mask" in given or "packed_custom_mask" in given
-    return plan, "items" if "prefix_len_ptr" in given else "custom" if custom else "plain"

@@ -10,6 +10,7 @@ from fi_core.attention.contract import Cache, check_shape, dtype_of, encoding, t
 from fi_core.attention.wrappers import pattern_trace
 from fi_core.attention.wrappers.base import older_form
 from fi_core.attention.wrappers.paged import TABLES, BatchPrefillWithPagedKVCacheWrapper
+from fi_core.attention.wrappers.prefill_plan import TYPES
 from fi_core.observe.checked import checked
 from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
@@ -50,7 +51,6 @@ _MASKS = words(
 )
 _OTHERS = words("rope_scale rope_theta seq_lens seq_lens_q block_tables uniform_q_len")  # of the paged wrapper's plan
 _OF_PLAN = [name for name in signature(BatchPrefillWithPagedKVCacheWrapper.plan).parameters if name not in _OTHERS]
-_TYPES = ("q_data_type", "kv_data_type", "o_data_type")
 
 
 def variant(types: tuple[torch.dtype, ...], dims: tuple[int, int]) -> tuple[Any, ...]:
@@ -97,8 +97,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         refuse("rotate queries and keys before", pos_encoding_mode=encoding(given["pos_encoding_mode"]))
         dims = {name: given[name] for name in ("head_dim_qk", "head_dim_vo")}
         check_shape(1, 1, 1, **dims)
-        types = tuple(type_fields(*(given[name] for name in _TYPES)).values())
-        self._compiled = {**dims, **dict(zip(_TYPES, types))}
+        types = tuple(type_fields(*(given[name] for name in TYPES)).values())
+        self._compiled = {**dims, **dict(zip(TYPES, types))}
         jit_args = variant(types, (dims["head_dim_qk"], dims["head_dim_vo"]))
         super().__init__(**{name: given[name] for name in TABLES[1:]}, jit_args=jit_args)
         self._variant_owns_mask = True  # on Hopper's kernel too, which the argument of that name excludes

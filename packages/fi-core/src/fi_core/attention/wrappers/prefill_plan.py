@@ -22,7 +22,7 @@ from fi_core.runtime.resolve.ahead import planned
 from fi_core.utils import check_shape_dtype_device
 
 _SIZES = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "causal", "window_left")
-
+TYPES = ("q_data_type", "kv_data_type", "o_data_type")  # of plan
 _Values = tuple[Any, ...]
 
 
@@ -97,10 +97,14 @@ class BatchPrefillPlan(BatchWrapper):
 
     def _size(self, qo_indptr: torch.Tensor, given: dict[str, Any]) -> tuple[int, int]:
         """The sizes of both workspaces. given: arguments of `plan`."""
-        heads = given["num_qo_heads"], given["num_kv_heads"]
-        plan, kept = arguments.plan_of_size(self._plan, heads, {**given, **self._compiled})
-        choice, batch_size, rows = self._choose(plan, kept=kept), qo_indptr.numel() - 1, int(qo_indptr[-1])
-        tokens = ops.tile_tokens(*heads)
+        given, batch_size, rows = {"page_size": 1, **given, **self._compiled}, qo_indptr.numel() - 1, int(qo_indptr[-1])
+        if given["head_dim_vo"] is None:
+            given["head_dim_vo"] = given["head_dim_qk"]
+        options = tuple(map(given.get, (*_SIZES, *contract.SCORES, *TYPES)))
+        plan, _ = self._shape(batch_size, options, (given["fixed_split_size"], given["disable_split_kv"]))
+        custom = given["custom_mask"] is not None or given["packed_custom_mask"] is not None
+        kept = "items" if given["prefix_len_ptr"] is not None else "custom" if custom else "plain"
+        choice, tokens = self._choose(plan, kept=kept), ops.tile_tokens(plan.num_qo_heads, plan.num_kv_heads)
         tiles = (rows // tokens + batch_size) * plan.num_kv_heads if plan.splits_kv else 0
         partials = ops.partials_bytes(choice, tiles, plan.head_dim_vo)
         return partials, 4 * ops.schedule_words(batch_size, rows, tokens)

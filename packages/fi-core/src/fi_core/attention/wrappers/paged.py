@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
@@ -74,28 +74,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
         "page_indices": "paged_kv_indices_buf",
         "last_page_len": "paged_kv_last_page_len_buf",
     }
-
-    def __init__(
-        self,
-        float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf: torch.Tensor | None = None,
-        paged_kv_indptr_buf: torch.Tensor | None = None,
-        paged_kv_indices_buf: torch.Tensor | None = None,
-        paged_kv_last_page_len_buf: torch.Tensor | None = None,
-        custom_mask_buf: torch.Tensor | None = None,
-        mask_indptr_buf: torch.Tensor | None = None,
-        backend: str = "auto",
-        jit_args: Sequence[Any] | None = None,
-        jit_kwargs: dict[str, Any] | None = None,
-        variant_owns_mask: bool = False,
-    ) -> None:
-        given = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
-        buffers = dict(zip(self._buffers, given))
-        masks, jit = (custom_mask_buf, mask_indptr_buf), (jit_args, jit_kwargs)
-        graph = (buffers, use_cuda_graph, masks)
-        super().__init__(float_workspace_buffer, kv_layout, *graph, backend, jit, variant_owns_mask)
 
     @fi_api
     def plan(

@@ -47,17 +47,23 @@ class BatchPrefillPlan(BatchWrapper):
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
-        kv_layout: str,
-        buffers: dict[str, Any],
-        use_cuda_graph: bool,
-        mask_buffers: tuple[Any, Any],
-        backend: str,
-        jit: tuple[Sequence[Any] | None, Mapping[str, Any] | None],
-        variant_owns_mask: bool,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: Sequence[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: bool = False,
     ) -> None:
-        (custom_mask_buf, mask_indptr_buf), jit_args = mask_buffers, jit[0]
         if variant_owns_mask and (backend != "fa2" or jit_args is None):
             raise ValueError('variant_owns_mask: requires backend "fa2" and jit_args')
+        tables = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
+        buffers, jit = dict(zip(self._buffers, tables)), (jit_args, jit_kwargs)
         layout = self._set_up(float_workspace_buffer, kv_layout, backend, use_cuda_graph, jit, buffers)
         self._variant_owns_mask = variant_owns_mask
         self._allowed = "fa2" if self._variant is not None else self._backends[backend]

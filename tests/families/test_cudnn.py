@@ -344,7 +344,7 @@ def test_the_lse_of_requests_without_keys(device: str) -> None:
     ("change", "message"),
     [
         ({"batch_offsets_units": "bytes"}, "batch_offsets_units: elements or tokens is required; got 'bytes'"),
-        ({"lse_base": "e"}, "lse_base: log2 or ln is required; got 'e'"),
+        ({"lse_base": "e"}, 'lse_base: "log2" or "ln" is required; got \'e\''),
         ({"actual_seq_lens_kv": None}, "actual_seq_lens_kv: the lengths of the requests are required where there are"),
     ],
 )

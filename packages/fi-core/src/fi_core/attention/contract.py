@@ -176,6 +176,15 @@ def per_head(args: tuple[Any, ...]) -> tuple[float, float, tuple[Any, Any, Any]]
     return numbers[0] * numbers[1], numbers[2], (tensors[0], tensors[1], tensors[2])
 
 
+def log_base(lse_base: str) -> float:
+    """The factor that converts a base-2 logarithm."""
+    if lse_base == "log2":
+        return 1.0
+    if lse_base == "ln":
+        return 0.6931471805599453
+    raise ValueError(f'lse_base: "log2" or "ln" is required; got {lse_base!r}')
+
+
 def last_value(indptr: torch.Tensor, name: str) -> int | None:
     """`indptr[-1]` if it is on the host; reading it from the device would synchronise. Raises ValueError."""
     try:

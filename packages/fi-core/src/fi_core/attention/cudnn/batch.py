@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
+from typing import Any
 
-from fi_core.attention.contract import results
+from fi_core.attention.contract import log_base, results
 from fi_core.attention.cudnn import graph
 from fi_core.attention.cudnn.graph import Operand, attend, dense, frontend, packed, paged_keys, per_request
 from fi_core.observe.log import fi_api
@@ -122,12 +122,7 @@ def lengths(
 
 
 def _check(
-    q: torch.Tensor,
-    batch_offsets_stats: torch.Tensor | None,
-    backend: str | None,
-    o_data_type: torch.dtype | None,
-    units: str,
-    lse_base: str,
+    q: torch.Tensor, batch_offsets_stats: torch.Tensor | None, backend: str | None, o_data_type: Any, units: str
 ) -> None:
     if batch_offsets_stats is not None:
         raise unsupported("batch_offsets_stats", batch_offsets_stats, "lse is padded to max_token_per_sequence rows")
@@ -135,8 +130,6 @@ def _check(
         raise ValueError(f'backend: None or "cudnn" is required; got {backend!r}')
     if units not in ("elements", "tokens"):
         raise ValueError(f"batch_offsets_units: elements or tokens is required; got {units!r}")
-    if lse_base not in ("log2", "ln"):
-        raise ValueError(f"lse_base: log2 or ln is required; got {lse_base!r}")
     if o_data_type not in (None, q.dtype):
         raise ValueError(f"o_data_type: the dtype of q, {q.dtype}, is required; got {o_data_type}")
 
@@ -223,8 +216,8 @@ def cudnn_batch_prefill_with_kv_cache(
         NotImplementedError: scales on the device, batch_offsets_stats.
         UnsupportedError: cuDNN does not support the request; with its message.
     """
-    _check(q, batch_offsets_stats, backend, o_data_type, batch_offsets_units, lse_base)
-    in_tokens = batch_offsets_units == "tokens"
+    _check(q, batch_offsets_stats, backend, o_data_type, batch_offsets_units)
+    in_tokens, factor = batch_offsets_units == "tokens", log_base(lse_base)
     lens_q = lengths("actual_seq_lens_q", actual_seq_lens_q, q, batch_offsets_q, in_tokens)
     lens_kv = lengths("actual_seq_lens_kv", actual_seq_lens_kv, k_cache, batch_offsets_k, in_tokens)
     graph.frontend()
@@ -248,8 +241,8 @@ def cudnn_batch_prefill_with_kv_cache(
     graph.attend(operands, workspace_buffer, float(scale), causal, -1)
     if lse is not None:
         graph.finish_lse(lse, (lens_kv == 0).view(-1, 1).expand(-1, most))
-        if lse_base == "ln":
-            lse.mul_(math.log(2.0))
+        if factor != 1.0:
+            lse.mul_(factor)
     if v_scale is not None:
         out.mul_(v_scale)
     return out, lse if return_lse else None

@@ -53,15 +53,6 @@ def deprecated_positional(plan: F) -> F:
     return wrapper  # type: ignore[return-value]
 
 
-def log_base(lse_base: str) -> float:
-    """The factor that converts a base-2 logarithm."""
-    if lse_base == "log2":
-        return 1.0
-    if lse_base == "ln":
-        return 0.6931471805599453
-    raise ValueError(f'lse_base: "log2" or "ln" is required; got {lse_base!r}')
-
-
 def lse_shape(lse_layout: str, rows: int, heads: int) -> tuple[int, int]:
     if lse_layout == "NH":
         return rows, heads

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fi_core.attention import contract, mask
-from fi_core.attention.contract import computed, flag, scales_of, score_fields
+from fi_core.attention.contract import computed, flag, log_base, scales_of, score_fields
 from fi_core.attention.ops import prefill as ops
 from fi_core.attention.ops.request import LOAD_BYTES, alignment, by_variant
 from fi_core.attention.schedule import PrefillPlan
 from fi_core.attention.wrappers import arguments, planners
-from fi_core.attention.wrappers.arguments import check_call, check_rows, log_base, lse_shape
+from fi_core.attention.wrappers.arguments import check_call, check_rows, lse_shape
 from fi_core.attention.wrappers.base import BatchWrapper, of_plan, run_scales
 from fi_core.observe.subject import explain
 from fi_core.runtime.dispatch import Choice

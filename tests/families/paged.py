@@ -150,3 +150,8 @@ def paged(
     return Paged(
         q, cache, offsets(counts, device), pages.to(torch.int32).to(device), last, ks, vs, page_size, kv_layout, q_len
     )
+
+
+def numbers_of(buffers: Any) -> dict[str, int]:
+    """What decode_plan is told of the buffers that it plans for."""
+    return {name: getattr(buffers, name) for name in ("num_ctas", "num_ranges", "split_kv")}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from families.harness import assert_close, assert_guards, guarded, impls, rand
+from families.paged import numbers_of
 from fi_core.attention.ops import decode as ops
 from fi_core.runtime.dispatch import Choice, Request, choose
 from fi_core.runtime.errors import UnsupportedError
@@ -199,7 +200,17 @@ def run(
     buffers = ops.allocate(device, sizes, x.v.shape[3])
     buffers.partials.fill_(math.nan)
     buffers.schedule.fill_(-7)
-    ops.plan(buffers, x.indptr, x.last, None, x.page_size, q_tiles, q_len=x.q_len, window_left=window_left)
+    ops.decode_plan(
+        buffers.schedule,
+        x.indptr,
+        x.last,
+        None,
+        x.page_size,
+        q_tiles,
+        **numbers_of(buffers),
+        q_len=x.q_len,
+        window_left=window_left,
+    )
     dynamic_ranges = int(buffers.schedule[7])
     assert (dynamic_ranges > 0) == (num_ctas > 0)
     out = guarded(

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from families.paged import numbers_of
 from fi_core.attention.ops import decode as ops
 
 CPU = torch.device("cpu")
@@ -93,7 +94,17 @@ def planned(
     last = torch.tensor([n - (p - 1) * page_size if p else 7 for n, p in zip(lengths, pages)], dtype=torch.int32)
     buffers = ops.allocate(CPU, ops.buffer_sizes(CPU, len(lengths), q_tiles, split_kv, sum(pages) * page_size), 8)
     buffers.schedule.fill_(-1)
-    ops.plan(buffers, indptr, last, None, page_size, q_tiles, q_len=q_len, window_left=window_left)
+    ops.decode_plan(
+        buffers.schedule,
+        indptr,
+        last,
+        None,
+        page_size,
+        q_tiles,
+        **numbers_of(buffers),
+        q_len=q_len,
+        window_left=window_left,
+    )
     return walk(buffers, len(lengths), q_len, window_left), buffers
 
 
@@ -207,12 +218,14 @@ def test_a_length_beyond_the_pages_is_refused() -> None:
     q_tiles = 2
     buffers = ops.allocate(CPU, ops.buffer_sizes(CPU, 3, q_tiles), 8)
     kv_len = torch.tensor([2**31 - 1, 5, 0], dtype=torch.int64)
-    ops.plan(buffers, None, None, kv_len, 16, q_tiles, pages_per_request=10)
+    ops.decode_plan(buffers.schedule, None, None, kv_len, 16, q_tiles, **numbers_of(buffers), pages_per_request=10)
     check(walk(buffers, 3, 1, -1), buffers, [160, 5, 0], q_tiles, 1, -1)
     for wrong in (161, -3):
         kv_len[2] = wrong
         with pytest.raises(ValueError, match=rf"kv_len must be in 0\.\.160, .* of request 2; got {wrong}"):
-            ops.plan(buffers, None, None, kv_len, 16, q_tiles, pages_per_request=10)
+            ops.decode_plan(
+                buffers.schedule, None, None, kv_len, 16, q_tiles, **numbers_of(buffers), pages_per_request=10
+            )
 
 
 def test_no_pages_is_no_length_whatever_the_last_page_has() -> None:
@@ -236,4 +249,4 @@ def test_bad_arguments(change: dict[str, object], words: str) -> None:
     good = {"kv_len": torch.ones(3, dtype=torch.int32), "page_size": 16, "q_tiles": 2, "q_len": 1} | change
     error = TypeError if "int32" in words else ValueError
     with pytest.raises(error, match=words):
-        ops.plan(buffers, None, None, pages_per_request=1, **good)  # type: ignore[arg-type]
+        ops.decode_plan(buffers.schedule, None, None, pages_per_request=1, **good, **numbers_of(buffers))

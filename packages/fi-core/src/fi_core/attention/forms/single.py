@@ -147,8 +147,11 @@ def _decode_as_batch(
     buffers = ops.allocate(device, _sizes(device, q_tiles, choice), dim)
     whole, first = constants(0x7FFFFFFF, 1, device), constants(0, 1, device)
     # The length is limited by the only page, which is all of k.
-    window_left = options["window_left"]
-    ops.plan(buffers, None, None, whole, k.shape[layout], q_tiles, pages_per_request=1, window_left=window_left)
+    ops.decode_plan(
+        buffers.schedule, indptr=None, last_page_len=None, kv_len=whole, page_size=k.shape[layout], q_tiles=q_tiles,
+        num_ctas=buffers.num_ctas, num_ranges=buffers.num_ranges, split_kv=buffers.split_kv, pages_per_request=1,
+        window_left=options["window_left"],
+    )  # fmt: skip
     out = q.new_empty((1, *q.shape))
     lse = q.new_empty((1, q.shape[0]), dtype=torch.float32) if return_lse else None
     ops.batch_decode(

@@ -46,8 +46,10 @@ class Step(NamedTuple):
 
     def write(self, buffers: ops.Buffers, seq_lens: torch.Tensor) -> Callable[[], Any]:
         """The launch of the kernel that writes the schedule."""
-        more = {"pages_per_request": self.pages_per_request, "q_len": self.q_len, "window_left": self.window_left}
-        return functools.partial(ops.plan, buffers, None, None, seq_lens, self.page_size, self.q_tiles, **more)
+        numbers = {"num_ctas": buffers.num_ctas, "num_ranges": buffers.num_ranges, "split_kv": buffers.split_kv}
+        numbers |= {"page_size": self.page_size, "q_tiles": self.q_tiles, "pages_per_request": self.pages_per_request}
+        numbers |= {"q_len": self.q_len, "window_left": self.window_left}
+        return functools.partial(ops.decode_plan, buffers.schedule, None, None, seq_lens, **numbers)
 
 
 def step_of(

@@ -1,8 +1,8 @@
 """The ops behind batch decode: `decode_plan` writes the schedule of a batch, `batch_decode` computes attention by it.
 
-A caller allocates `Buffers` once, calls `plan` when lengths change, and `batch_decode` for each layer. Kernels write
-the buffers, so two callers must not share them. No call synchronises, and `plan` and `batch_decode` may be captured in
-a CUDA graph.
+A caller allocates `Buffers` once, calls `decode_plan` when lengths change, and `batch_decode` for each layer. Kernels
+write the buffers, so two callers must not share them. Neither call synchronises, and both may be captured in a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -244,8 +244,8 @@ def _general(values: Values) -> Values:
 # dim / 16 e4m3 scales (or their bytes). Any strides with a contiguous last dimension; head dims are multiples of 8 up
 # to 512, of 16 for NVFP4.
 #
-# partials, schedule, num_ctas, num_ranges, split_kv: the `Buffers` that the last `plan` filled. page_indices: int32,
-# contiguous.
+# partials, schedule, num_ctas, num_ranges, split_kv: the `Buffers` that the last `decode_plan` filled. page_indices:
+# int32, contiguous.
 #
 # pos_encoding: value of `PosEncodingMode`. sm_scale, bmm1_scale (fp32, one element on the device), scale_q (fp32
 # `[num_qo_heads]`) and scale_k (fp32 `[num_kv_heads]`) multiply the scores; out_scale, bmm2_scale and scale_v
@@ -304,7 +304,7 @@ class Buffers(NamedTuple):
     """Device memory of one user of batch decode. Kernels write both tensors, so two streams must not share them.
 
     Args:
-        schedule: int32 `[schedule_words]`; `plan` fills it, `batch_decode` reads it and counts arrivals in it.
+        schedule: int32 `[schedule_words]`; `decode_plan` fills it, `batch_decode` reads it and counts arrivals in it.
         partials: fp32 `[max_partials, 16, head_dim_vo + 2]`, of splits of `batch_decode`.
         num_ctas: CTAs of the persistent kernel.
         num_ranges: most work ranges of the schedule. A work range is a run of consecutive work tiles for one CTA.
@@ -411,23 +411,7 @@ def buffer_sizes(
 
 
 def allocate(device: torch.device, sizes: Sizes, head_dim_vo: int) -> Buffers:
-    """New buffers. Neither needs initial values: `plan` zeroes the counters."""
+    """New buffers. Neither needs initial values: `decode_plan` zeroes the counters."""
     schedule = torch.empty(sizes.schedule_words, dtype=torch.int32, device=device)
     partials = torch.empty((sizes.max_partials, Q_TILE, head_dim_vo + 2), dtype=torch.float32, device=device)
     return Buffers(schedule, partials, sizes.num_ctas, sizes.num_ranges, sizes.split_kv)
-
-
-def plan(
-    buffers: Buffers,
-    indptr: torch.Tensor | None,
-    last_page_len: torch.Tensor | None,
-    kv_len: torch.Tensor | None,
-    page_size: int,
-    q_tiles: int,
-    **options: int,
-) -> None:
-    """Writes the schedule of a batch into its buffers: `decode_plan`, with the numbers of the buffers."""
-    decode_plan(
-        buffers.schedule, indptr, last_page_len, kv_len, page_size, q_tiles, buffers.num_ctas, buffers.num_ranges,
-        buffers.split_kv, **options,
-    )  # fmt: skip

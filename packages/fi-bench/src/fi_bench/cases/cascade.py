@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 def _sizes(p: Namespace) -> dict[str, Any]:
-    return sizes_of(p, "head_dim", "num_states", n="batch_size", num_heads="num_qo_heads", dtype="input_dtype")
+    return sizes_of(p, "head_dim", n="batch_size", num_heads="num_qo_heads", dtype="input_dtype")
+
+
+def _sizes_of_many(p: Namespace) -> dict[str, Any]:
+    return _sizes(p) | sizes_of(p, "num_states")
 
 
 def _merge(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,5 +48,7 @@ CASES = (
         _merge_pair,
         op="merge_state",
     ),
-    described("cascade.merge_states", _sizes, lambda f, x: f(x.v, x.s), lambda x: _merge(x.v, x.s), op="merge_states"),
+    described(
+        "cascade.merge_states", _sizes_of_many, lambda f, x: f(x.v, x.s), lambda x: _merge(x.v, x.s), op="merge_states"
+    ),
 )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fi_core.observe.draw import FLOATS, Draw, nbytes
 from fi_core.observe.log import fi_api
-from fi_core.observe.trace import Tensor, TraceTemplate, Work, axes_of, samples, tensors
+from fi_core.observe.trace import Tensor, TraceTemplate, Work, axes_of, samples, sized, tensors
 from fi_core.runtime.launch.operator import operator
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.spec.constraint import ON_CPU, at_least
@@ -88,28 +88,19 @@ def _merge_state_reference(v_a, s_a, v_b, s_b):  # type: ignore[no-untyped-def]
     return v, top + total.squeeze(-1).log2()
 
 
-def _make(*names: tuple[str, str], states: bool = False) -> Callable[..., dict[str, Any]]:
-    """Attention states (v, s): strided v, transposed s; some without keys (s = -inf), and one NaN."""
+def _make(*names: tuple[str, str], **more: Any) -> Callable[..., dict[str, Any]]:
+    """Attention states (v, s): strided v, transposed s; some without keys (s = -inf), and one NaN. more: sizes."""
 
-    def make(
-        draw: Draw,
-        *,
-        dtype: str = "bfloat16",
-        n: int = 5,
-        num_heads: int = 3,
-        head_dim: int = 18,
-        num_states: int = 4,
-        **options: Any,
-    ) -> dict[str, Any]:
+    @sized(dtype="bfloat16", n=5, num_heads=3, head_dim=18, **more)
+    def make(draw: Draw, size: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for i, (v, s) in enumerate(names):
-            rows = (n, num_states) if states else (n,)
-            lse = draw.normal((*rows, num_heads), "float32", 10.0 if draw.nasty else 4.0)
+            rows = (size.n, size.num_states) if "num_states" in more else (size.n,)
+            lse = draw.normal((*rows, size.num_heads), "float32", 10.0 if draw.nasty else 4.0)
             draw.special(lse, *((float("-inf"), -3.0, float("nan")) if i else (float("-inf"), float("-inf"), 1.0)))
-            found |= {v: draw.rows(draw.normal((*rows, num_heads, head_dim), dtype)), s: draw.rows(lse)}
-        if options.pop("masked", False):
-            options["mask"] = draw.integers(0, 2, (n,), "bool")
-        return {**found, **options}
+            found |= {v: draw.rows(draw.normal((*rows, size.num_heads, size.head_dim), size.dtype)), s: draw.rows(lse)}
+        masked = getattr(size, "masked", False)
+        return {**found, "mask": draw.integers(0, 2, (size.n,), "bool")} if masked else found
 
     return make
 
@@ -205,7 +196,7 @@ def _merge_state_in_place_reference(v, s, v_other, s_other, mask=None):  # type:
             "s": Tensor(["n", "num_heads"], param="s", dtype_from="s"),
         },
         reference=(_merge_state_reference, _merge_state_in_place_reference),
-        make=_make(("v", "s"), ("v_other", "s_other")),
+        make=_make(("v", "s"), ("v_other", "s_other"), masked=False),
         samples=tuple({**sample, "masked": masked} for sample in _SAMPLES for masked in (False, True)),
         description="Merges an attention state into another; log-sum-exp in base 2.",
     )
@@ -244,7 +235,7 @@ def _merge_states_reference(v, s):  # type: ignore[no-untyped-def]
         _merged("merged", "merged_s", "v"),
         reference=_merge_states_reference,
         op="merge_states",
-        make=_make(("v", "s"), states=True),
+        make=_make(("v", "s"), num_states=4),
         samples=(*_SAMPLES, {"num_states": 1}),
         description="Merges attention states along dim 1, each over its own keys; log-sum-exp in base 2.",
     )

@@ -152,13 +152,18 @@ void describe(const Kernel& kernel, MqaLogitsParams& p, const MqaLogitsArgs& a, 
   kernel.describe(p.key_map, 1, 3, const_cast<void*>(p.keys), sizes, strides, box);
 }
 
-void launch(const Kernel& kernel, MqaLogitsParams& p, const MqaLogitsArgs& a) {
-  const bool paged = !p.starts;
-  const int64_t rows = paged ? p.next_n : p.rows;
-  const Entry& entry = kernel.first_entry([&](const Entry& e) {
+// The entry whose CTA has all rows of a request, or of the call; else the last.
+const Entry& tile(const Kernel& kernel, bool paged, int64_t rows) {
+  return kernel.first_entry([&](const Entry& e) {
     const auto config = MqaLogitsConfig::of(e);
     return config.paged == paged && (config.rows * config.row_groups >= rows || config.is_last);
   });
+}
+
+void launch(const Kernel& kernel, MqaLogitsParams& p, const MqaLogitsArgs& a) {
+  const bool paged = !p.starts;
+  const int64_t rows = paged ? p.next_n : p.rows;
+  const Entry& entry = tile(kernel, paged, rows);
   const auto config = MqaLogitsConfig::of(entry);
   const int64_t cta_rows = config.rows * std::max<int64_t>(config.row_groups, 1),
                 tiles = (rows + cta_rows - 1) / cta_rows;

@@ -179,13 +179,11 @@ void recurrent_gated_delta_rule(const Kernel& kernel, const RecurrentGatedDeltaR
   const int64_t states = batch * heads, sms = kernel.multiprocessors(a.q.device());
   const bool once = tokens == 1 && !p.intermediate && !p.token_slots.data && !vector_gate && p.vectors && axis == 2 &&
                     p.state_strides[2] == dim_k;
-  const OnceCta one = once ? once_cta<RecurrentGatedDeltaRuleConfig>(kernel, states, dim_v, sms) : OnceCta{};
-  const RowsOfCta cta = one.entry ? RowsOfCta{one.entry, one.rows}
-                                  : rows_of_cta<RecurrentGatedDeltaRuleConfig>(kernel, states, dim_v, sms);
+  const StateTile cta = tile<RecurrentGatedDeltaRuleConfig>(kernel, once ? kOneToken : kAnyTokens, states, dim_v, sms);
   p.rows_per_cta = static_cast<int32_t>(cta.rows);
   p.tiles = divisor(static_cast<uint32_t>((dim_v + p.rows_per_cta - 1) / p.rows_per_cta));
   Launch launch{states * p.tiles.value};
-  if (one.entry) launch.threads = one.threads;
+  launch.threads = cta.threads;
   launch.pdl = kernel.pdl(a.enable_pdl);
   kernel.launch(*cta.entry, launch, a.q.device(), p);
 #else

@@ -357,21 +357,12 @@ void selective_state_update(const Kernel& kernel, const SelectiveStateUpdateArgs
   const int64_t states = batch * heads, sms = kernel.multiprocessors(a.state.device());
   const bool once =
       tokens == 1 && !packed && !p.intermediate && !p.each_token && p.vectors && p.state_strides[2] == dstate;
-  if (elements) {
-    const Entry& entry = kernel.first_entry([](const Entry& e) { return SelectiveStateUpdateConfig::of(e).once == 2; });
-    p.rows_per_cta = static_cast<int32_t>(SelectiveStateUpdateConfig::of(entry).rows_per_pass);
-    p.tiles = divisor(static_cast<uint32_t>((dim + p.rows_per_cta - 1) / p.rows_per_cta));
-    Launch launch{states * p.tiles.value};
-    launch.pdl = kernel.pdl(a.enable_pdl);
-    return kernel.launch(entry, launch, a.state.device(), p);
-  }
-  const OnceCta one = once ? once_cta<SelectiveStateUpdateConfig>(kernel, states, dim, sms) : OnceCta{};
-  const RowsOfCta cta =
-      one.entry ? RowsOfCta{one.entry, one.rows} : rows_of_cta<SelectiveStateUpdateConfig>(kernel, states, dim, sms);
+  const StateForm form = elements ? kElements : once ? kOneToken : kAnyTokens;
+  const StateTile cta = tile<SelectiveStateUpdateConfig>(kernel, form, states, dim, sms);
   p.rows_per_cta = static_cast<int32_t>(cta.rows);
   p.tiles = divisor(static_cast<uint32_t>((dim + p.rows_per_cta - 1) / p.rows_per_cta));
   Launch launch{states * p.tiles.value};
-  if (one.entry) launch.threads = one.threads;
+  launch.threads = cta.threads;
   launch.pdl = kernel.pdl(a.enable_pdl);
   kernel.launch(*cta.entry, launch, a.state.device(), p);
 #else

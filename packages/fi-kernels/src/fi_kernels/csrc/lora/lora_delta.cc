@@ -177,6 +177,14 @@ constexpr int64_t kFewPairs = 4, kSomePairs = 10;
 
 enum LoraStep : int64_t { kShrinkStep, kExpandStep, kAddStep };  // of LoraDeltaConfig
 
+// The entry of a step for tiles of as many pairs.
+const Entry& tile(const Kernel& kernel, LoraStep step, int64_t rows) {
+  return kernel.first_entry([&](const Entry& e) {
+    const auto config = LoraDeltaConfig::of(e);
+    return config.step == step && config.rows == rows;
+  });
+}
+
 // Launches the steps of a stage, each of which reads what the one before wrote.
 struct LoraLaunches {
   const Kernel& kernel;
@@ -189,19 +197,19 @@ struct LoraLaunches {
     const int64_t mean_pairs = p.pairs.count / std::max<int64_t>(bins, 1);
     const int64_t rows = mean_pairs <= kFewPairs ? 8 : mean_pairs <= kSomePairs ? 16 : 32;
     if (stage != kLoraExpand) {
-      tasks(entry_of(kShrinkStep, rows), (p.slice_count * p.rank + kRanksOfTask - 1) / kRanksOfTask * p.parts);
+      tasks(tile(kernel, kShrinkStep, rows), (p.slice_count * p.rank + kRanksOfTask - 1) / kRanksOfTask * p.parts);
       p.ready = 1;  // a shrink begins what follows when it has waited for all of that itself
     }
     if (stage == kLoraShrink) {
       Launch launch{p.pairs.count};
       launch.pdl = pdl;
-      kernel.launch(entry_of(kAddStep, 0), launch, device, p);
+      kernel.launch(tile(kernel, kAddStep, 0), launch, device, p);
       return;
     }
     int32_t columns = 0;
     for (int32_t s = 0; s < p.slice_count; ++s) columns = std::max(columns, p.slices[s].columns);
     const int64_t most = (columns + kLeastChunk - 1) / kLeastChunk, tiles = std::min<int64_t>(p.pairs.count, bins);
-    const Entry& expand = entry_of(kExpandStep, rows);
+    const Entry& expand = tile(kernel, kExpandStep, rows);
     const auto config = LoraDeltaConfig::of(expand);
     const int64_t wanted = kernel.multiprocessors(device) / std::max<int64_t>(1, tiles * p.slice_count);
     p.chunks =
@@ -212,12 +220,6 @@ struct LoraLaunches {
  private:
   static constexpr int64_t kRanksOfTask = 32, kLeastChunk = 128;  // kLoraRanks; columns: 16 of each warp
 
-  const Entry& entry_of(LoraStep step, int64_t rows) const {
-    return kernel.first_entry([&](const Entry& e) {
-      const auto config = LoraDeltaConfig::of(e);
-      return config.step == step && config.rows == rows;
-    });
-  }
   void tasks(const Entry& entry, int64_t of_tile) {
     const auto config = LoraDeltaConfig::of(entry);
     const int64_t windows = (p.pairs.count + config.window - 1) / config.window;

@@ -56,43 +56,42 @@ inline void check_slots(const Kernel& kernel, const OptionalTensor& table, int64
 }
 
 #if FI_CUDA
-struct RowsOfCta {
+struct StateTile {
   const Entry* entry;
-  int64_t rows;  // of a state, of a CTA: a multiple of those of a pass
+  int64_t rows, threads;  // of a CTA: a multiple of the rows of a pass
 };
-// The entry with the most rows of a lane that leaves `entry_ctas` CTAs for each SM, and for it the most passes that
-// leave `pass_ctas`; entries are in order of growing rows.
+// Which entries a call may take: `once` of their configs.
+enum StateForm : int64_t { kAnyTokens, kOneToken, kElements };
+
+// The entry and the rows of a state that a CTA has.
 template <class Config>
-RowsOfCta rows_of_cta(const Kernel& kernel, int64_t states, int64_t rows, int64_t multiprocessors) {
+StateTile tile(const Kernel& kernel, StateForm form, int64_t states, int64_t rows, int64_t multiprocessors) {
   const auto leaves = [=](int64_t own, int64_t ctas) {
     return states * ((rows + own - 1) / own) >= ctas * multiprocessors;
   };
-  const Entry* best = &kernel.first_entry([](const Entry& entry) { return Config::of(entry).once == 0; });
-  for (const Entry& entry : kernel.entries)
-    if (Config::of(entry).once == 0 && leaves(Config::of(entry).rows_per_pass, Config::of(entry).entry_ctas))
-      best = &entry;
-  int64_t own = Config::of(*best).rows_per_pass;
-  while (2 * own <= rows && leaves(2 * own, Config::of(*best).pass_ctas)) own *= 2;
-  return {best, own};
-}
-
-struct OnceCta {
-  const Entry* entry;  // null if there is none for the states
-  int64_t rows, threads;
-};
-// The entry for one token, and the warps of its CTAs: one where there are many, else as many as leave three CTAs for
-// four SMs (docs/notes/linear-attention-decode.md).
-template <class Config>
-OnceCta once_cta(const Kernel& kernel, int64_t states, int64_t rows, int64_t multiprocessors) {
+  // Warps of one token: one where there are many, else as many as leave three CTAs for four SMs
+  // (docs/notes/linear-attention-decode.md).
   for (const Entry& entry : kernel.entries) {
+    if (form != kOneToken) break;
     const int64_t own = Config::of(entry).rows_per_pass;
-    if (Config::of(entry).once != 1 || rows % own != 0) continue;
+    if (Config::of(entry).once != kOneToken || rows % own != 0) continue;
     const int64_t warps = states * (rows / own);
     for (int64_t count = warps >= 32 * multiprocessors ? 1 : 4;; count /= 2)
       if (count == 1 || (rows % (count * own) == 0 && 4 * warps >= 3 * count * multiprocessors))
         return {&entry, count * own, 32 * count};
   }
-  return {};
+  // Else the most rows of a lane that leave `entry_ctas` CTAs for each SM, and for them the most passes that leave
+  // `pass_ctas`; entries are in order of growing rows.
+  const StateForm wanted = form == kElements ? kElements : kAnyTokens;
+  const Entry* best = &kernel.first_entry([=](const Entry& entry) { return Config::of(entry).once == wanted; });
+  int64_t own = Config::of(*best).rows_per_pass;
+  if (form == kElements) return {best, own, best->threads};
+  for (const Entry& entry : kernel.entries)
+    if (Config::of(entry).once == kAnyTokens && leaves(Config::of(entry).rows_per_pass, Config::of(entry).entry_ctas))
+      best = &entry;
+  own = Config::of(*best).rows_per_pass;
+  while (2 * own <= rows && leaves(2 * own, Config::of(*best).pass_ctas)) own *= 2;
+  return {best, own, best->threads};
 }
 #endif
 

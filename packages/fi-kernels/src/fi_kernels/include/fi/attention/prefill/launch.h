@@ -81,6 +81,11 @@ inline void describe_copies(const Kernel& kernel, BatchPrefillParams& params, co
   c.row_groups_per_head = rows == KeyRows::kWholeHND ? static_cast<int32_t>(page_size / 8) : 0;
 }
 
+// The entry that copies keys in this form.
+inline const Entry& tile(const Kernel& kernel, KeyRows rows) {
+  return rows == KeyRows::kColumns ? kernel.entries.front() : kernel.entries.back();
+}
+
 // alignment: of the rows of q, k, v and out. num_ctas: the most; 0: as many as fit.
 inline void launch_batch_prefill(const Kernel& kernel, BatchPrefillParams& params, const Extras& extras,
                                  const Tensor& q, const Tensor& k, int64_t alignment, int64_t page_size,
@@ -119,11 +124,10 @@ inline void launch_batch_prefill(const Kernel& kernel, BatchPrefillParams& param
   const int64_t keys = chosen.keys_per_stage, box = params.pages.page_indices ? std::gcd(page_size, keys) : keys;
   const KeyRows rows =
       kernel.entries.size() > 1 ? key_rows(params, k.dtype().bytes(), page_size, box) : KeyRows::kColumns;
-  const Entry& by_rows = kernel.entries[rows == KeyRows::kColumns ? 0 : 1];
   // Else a window moves the tiles of a row with the rows beside it, and with the page size.
   const int64_t key_step = batch_invariant() ? keys : params.pages.page_indices ? box : 8;
   describe_copies(kernel, params, q, k, page_size, kv_tokens, box, key_step, rows);
-  kernel.launch(by_rows, config, q.device(), params, extras.data());
+  kernel.launch(tile(kernel, rows), config, q.device(), params, extras.data());
 }
 
 }  // namespace fi

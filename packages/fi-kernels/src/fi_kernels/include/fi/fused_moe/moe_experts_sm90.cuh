@@ -209,7 +209,7 @@ struct ExpertGemmKernel {
   // By a warp: rows of tokens and the scales of blocks.
   FI_DEVICE void load_rows(int loader) {
     PipelineState at = PipelineState::producer(), claim;
-    int turn = 0;  // of the next stage's loader
+    int next_loader = 0;  // of the next stage
     Tile tile;
     while (next(claim, tile)) {
       const ExpertGemm& g = *tile.gemm;
@@ -222,8 +222,8 @@ struct ExpertGemmKernel {
       const int steps = steps_of(g);
       for (int i = 0; i < steps; ++i, at.advance(kStages)) {
         if (kBlockScales && i > 0 && i * kBlocks % 32 == 0) scales.load(i * kBlocks);
-        const bool own = turn == loader;
-        if (++turn == kLoaders) turn = 0;
+        const bool own = next_loader == loader;
+        if (++next_loader == kLoaders) next_loader = 0;
         if (own) load_stage(tile, rows, scales, i * kBlocks, at);
       }
     }

@@ -168,14 +168,14 @@ struct DecodeTmaKernel {
     const int stages = scheduler.header.cost < params.num_ctas * kShortRange ? kStages : in_flight;
     if (lane == 0 && values) shared.stages = stages;
     DynamicRanges ranges{values, false, 0, -1};
-    unsigned turn = 0;  // counts stages of all work tiles
+    unsigned stage_count = 0;  // of all work tiles
 #pragma unroll 1
     for (int count = -1;; ++count) {
       now = then;
       if (now.s.q_tile < 0) break;
       // The next work tile is looked up once the first keys are loading, the next range near the end of this one.
       bool looked_up = false;
-      load_keys(now, values, policy, stages, at, turn, [&](int keys_left) {
+      load_keys(now, values, policy, stages, at, stage_count, [&](int keys_left) {
         if (looked_up) return;
         if (scheduler.done() && keys_left > kLookAhead * kKeys) {
           if (keys_left <= 2 * kLookAhead * kKeys) request_range(scheduler, ranges);
@@ -214,7 +214,7 @@ struct DecodeTmaKernel {
 
   // Loads the keys of a work tile. Calls `then` with the number of keys left after each stage; once if there are none.
   template <class Then>
-  FI_DEVICE void load_keys(Boxes& b, bool values, uint64_t policy, int stages, PipelineState& at, unsigned& turn,
+  FI_DEVICE void load_keys(Boxes& b, bool values, uint64_t policy, int stages, PipelineState& at, unsigned& stage_count,
                            Then&& then) const {
     const int shift = params.copies.box_keys_log2, boxes = kKeys >> shift, head = first_head(b.s);
     const TensorMap& map = values && !kFp4 ? params.copies.v : params.copies.k;
@@ -225,7 +225,7 @@ struct DecodeTmaKernel {
 #pragma unroll 1
     for (int key = b.s.begin * kDecodeKvTile; key < b.high || first_box == 0; key += kKeys, first_box += boxes) {
       if (key < b.high) {
-        const bool mine = !kFp4 || (turn++ & 1) == static_cast<unsigned>(values);
+        const bool mine = !kFp4 || (stage_count++ & 1) == static_cast<unsigned>(values);
         int to = 0;
         if (mine) {
           shared.kv_pipeline.acquire(at);

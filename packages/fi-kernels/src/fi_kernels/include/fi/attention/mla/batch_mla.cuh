@@ -18,7 +18,7 @@
 namespace fi {
 
 // A KV tile is one stage. Rows are loaded by cp.async, so pages may have any size. kPacked: rows of packed pages are
-// widened on their way, so that their stages are those of a 16-bit cache without a rotary part.
+// dequantized on their way, so that their stages are those of a 16-bit cache without a rotary part.
 template <class T, class KV, int kStages, bool kPacked = false>
 struct MlaMmaKernel {
   static constexpr int kRows = 16, kWarps = 8, kThreads = kWarps * 32, kTile = 32;
@@ -93,7 +93,7 @@ struct MlaMmaKernel {
       cp_async_16(shared.scales[stage][key], scales_row(exists ? at.page : 0, at.slot), exists);
     if (chunk == 0) shared.exists[stage][key] = exists;
   }
-  // By eight lanes, of which each widens a chunk of 16 codes of every 128.
+  // By eight lanes, of which each dequantizes a chunk of 16 codes of every 128.
   FI_DEVICE void load_packed_row(int slot, int stage, int key, int chunk) const {
     const bool exists = slot >= 0;
     char* row = shared.raw[stage] + key * kRawPitch;

@@ -86,24 +86,19 @@ def _device_types(axes: Values) -> tuple[str, int, int, int]:
     return f"{operand.device}, {q.device}, {kv.device}", q.bytes, kv.bytes, line
 
 
-# The most KV tiles of all query tiles for which the mma_sm80 kernel has two CTAs per SM. H200, page size 1, bf16, us
-# with 2 and with 3: b4 kv4k (2048 tiles) 33.9, 35.3; b64 kv1k 28/4 (4096) 50.7, 54.4; b8 kv16k 28/4 (8192) 85.1, 87.0;
-# b64 kv1k (8192) 83.8, 83.2; b16 kv8k (16384) 145.0, 141.6; b256 kv512 (16384) 157, 146.
+# The most KV tiles of all query tiles for which the mma_sm80 kernel has two CTAs per SM: beyond, three are faster
+# (docs/notes/decode-page-size-1.md, as for all numbers of this kernel).
 MOST_TILES_OF_TWO_CTAS = 8192
 
 
 def _mma_ctas_per_sm(fp8: bool, tiles: int = 1 << 31) -> int:
-    """CTAs per SM of the mma_sm80 kernel. tiles: KV tiles of all query tiles.
-
-    H200, fp8 keys, page size 1, b64 kv8k, us with 2 and with 3: 298.5, 300.
-    """
+    """CTAs per SM of the mma_sm80 kernel. tiles: KV tiles of all query tiles."""
     return 2 if fp8 or tiles <= MOST_TILES_OF_TWO_CTAS else 3
 
 
 def _mma_unit(axes: Values) -> Unit:
     """mma.sync with cp.async. Shared memory is at most 99 KB, the limit of a CTA on sm_86, sm_89 and sm_120."""
     types, q_bytes, kv_bytes, line = _device_types(axes)
-    # H200, page size 1, b16 kv8k, us: 2 stages 144.7, 3 144.0; fp8 keys, b64 kv8k: 16 keys per warp 380, 32 298.5.
     dim, stages = axes["head_dim"], 2
     warps, keys = (4 if dim <= 128 else 2), (32 if kv_bytes == 1 or line <= 128 else 16)
     pipeline = max(stages * 2 * keys * line, Q_TILE * (dim + 8) * 4)
@@ -112,15 +107,12 @@ def _mma_unit(axes: Values) -> Unit:
         pipeline += stages * 2 * keys * dim // 16
     shared = warps * pipeline + Q_TILE * (dim * q_bytes + 16) + warps * Q_TILE * 8 + 192 + 16
     body = f"batch_decode_mma<{types}, {dim}, {warps}, {keys}, {stages}, {shared}>"
-    # evict_first_mb. H200, page size 1, us with 0, 100 and 200: b16 kv1k (67 MB) 33.2, 29.9, 30.2; b1 kv32k (134 MB)
-    # 55.8, 55.9, 51.6; b64 kv1k 28/4 (134 MB) 50.4, 50.8, 46.5; more than 200 MB equal.
-    config = DecodeConfig(DecodeKind.MMA, dim, 0, 200 if axes["capability"] == 90 else 0)
+    config = DecodeConfig(DecodeKind.MMA, dim, evict_first_mb=200 if axes["capability"] == 90 else 0)
     most_ctas = _mma_ctas_per_sm(kv_bytes == 1)
     entry = Entry("batch_decode_mma", body, warps * 32, config, shared, most_ctas)
     if axes["capability"] != 90 or dim > 128 or fp4:
         return with_tables(Unit("fi/attention/decode/batch_decode.cuh", "BatchDecodeParams", (entry,)), axes)
-    # With the registers of two CTAs an SM. H200, page size 1, bf16, us of two CTAs with the registers of three and of
-    # two: b1 kv32k 8/1 27.4, 23.9; 64/8 55.1, 52.0; 32/8 51.7, 50.2; b8 kv16k 28/4 86.3, 85.0.
+    # With the registers of two CTAs an SM, where two run.
     two = entry._replace(name="batch_decode_mma_two_ctas", config=config._replace(ctas_per_sm=2), ctas_per_sm=2)
     entries = (*((two,) if most_ctas > 2 else ()), entry, _cluster_entry(types, dim, q_bytes, line, False, gather=True))
     return with_tables(Unit("fi/attention/decode/batch_decode_cluster_sm90.cuh", "BatchDecodeParams", entries), axes)
@@ -143,8 +135,8 @@ def _tma_entry(axes: Values, rows: int, heads: int) -> Entry:
     """rows: the most of a query tile, or of each of its kv heads; heads: these. Only NVFP4 has 8 rows or more heads."""
     types, q_bytes, kv_bytes, line = _device_types(axes)
     dim, fp4 = axes["head_dim"], axes["kv"] == "e2m1"
-    whole = fp4 or dim * kv_bytes % 128 == 0  # one TMA copy per row; b128 kv8k: 977, one per line of 128 bytes 1012
-    # Stages of 32 KB. fp8 keys, b64 kv8k: 32 keys per warp 287 us, 16 (stages of 64 keys) 364, 8 warps 297.
+    whole = fp4 or dim * kv_bytes % 128 == 0  # one TMA copy per row (docs/notes/decode-mainloop.md)
+    # Stages of 32 KB (docs/notes/decode-fp8-stages.md).
     warps, groups, warp_keys = (4 if dim <= 128 else 2), 1, (32 if kv_bytes == 1 or line <= 128 else 16)
     if fp4:  # a conversion takes longer than one warp a scheduler has time for
         warps, groups = FP4_WARPS[dim, rows]
@@ -155,7 +147,7 @@ def _tma_entry(axes: Values, rows: int, heads: int) -> Entry:
     rest = warps * rows * ((dim + 8) * 4 + 8) + 4 * (tile_rows * (dim * q_bytes + 16) + 40 + 16) + 7 * 8 + 24 + 1024
     stages = (227 * 1024 - rest) // (stage + 24)
     long = stages if fp4 else min(max(2, _BYTES_IN_FLIGHT // stage), stages)
-    stages = stages if kv_bytes > 1 else long  # fp8 keys, b16 kv4k 8/1: 22.4 us, five stages 23.4
+    stages = stages if kv_bytes > 1 else long  # five stages are slower for fp8 keys
     shared = rest + stages * (stage + 24)
     if fp4:
         shared = round_up(shared - stages * scales, 16) + stages * scales
@@ -171,7 +163,7 @@ def _tma_entry(axes: Values, rows: int, heads: int) -> Entry:
 # Query tiles of NVFP4: most rows of a kv head, and kv heads.
 FP4_TILES = ((8, 4), (8, 2), (8, 1), (Q_TILE, 1))
 # Requests times KV heads from which a query tile has several heads: fewer tiles have many splits, each with more rows
-# to merge. H200, 32/8, us with 1, 2, 4: 1 x 8k 16.0, 18.3, 22.9; 4 x 8k 28.6, 26.6, 28.5; 16 x 4k 43.9, 38.8, 36.5.
+# to merge (docs/notes/decode-nvfp4.md).
 FEWEST_OUTPUTS = {4: 128, 2: 32, 1: 0}
 # Of NVFP4 keys, by head dim and most rows of a query tile: consumer warps, and their groups, which alternate.
 FP4_WARPS = {
@@ -182,7 +174,7 @@ FP4_WARPS = {
 
 
 def _cluster_entry(types: str, dim: int, q_bytes: int, line: int, whole: bool, gather: bool = False) -> Entry:
-    """For small batches. H200, b1 kv1k 32/8: 4 warps 10.1 us, 8 warps 9.5; b1 kv8k: 19.0 and 17.8, 3 stages 18.1."""
+    """For small batches, with 8 warps and stages of 16 KB (docs/notes/decode-cluster.md)."""
     warps, stage = 8, 2 * 16 * line
     stages = 16 * 1024 // stage
     rest = Q_TILE * (dim * q_bytes + 16) + Q_TILE * dim * 6 + warps * Q_TILE * 8 + 8
@@ -193,10 +185,9 @@ def _cluster_entry(types: str, dim: int, q_bytes: int, line: int, whole: bool, g
     return Entry("batch_decode_cluster", body, warps * 32, config, shared, 1)
 
 
-# Of the TMA kernel, H200, us. Bytes of keys in flight, b128 kv8k: 64 KB 1085, 96 KB 964, 128 KB 971.
-_BYTES_IN_FLIGHT = 96 * 1024
-# MB of keys and values: b1 kv8k: 24.0 without, 22.1 with; b128 kv8k: 998 and 1017.
-_EVICT_FIRST_MB = 100
+# Of the TMA kernel (docs/notes/decode-mainloop.md).
+_BYTES_IN_FLIGHT = 96 * 1024  # of keys
+_EVICT_FIRST_MB = 100  # of keys and values: larger batches are slower with it
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)  # of the tensor-core kernels
 _FP4_HEAD_DIMS = (64, 128, 256)  # whose rows have a swizzle of their size
 _NARROW = ("f16", "bf16", "e4m3", "e5m2")
@@ -213,8 +204,7 @@ TENSOR_CORES = (
     Constraint("pos_encoding", "in", ("NONE", "ALIBI")),
     ALIGNED,
 )
-# A TMA copy takes 70 cycles to issue, so it must load many keys of a page. H200, b16 kv8k, us by TMA and by cp.async:
-# page size 1 669, 153; page size 16 139, 145.
+# A TMA copy takes 70 cycles to issue, so it must load many keys of a page (docs/notes/decode-page-size-1.md).
 _WHOLE_COPIES = Constraint("page_size", "multiple of", 16)
 # A TMA copy writes to a multiple of 128 bytes, which is up to four rows of NVFP4.
 _PACKED_PAGES = Rule(

@@ -59,13 +59,10 @@ class TileShape(NamedTuple):
         return f"{kernel}<{', '.join(names)}, {shape}, {self.shared_bytes(DTYPES[kv])}>"
 
 
-# Any head dim, in passes of 128. H200, bf16, one ragged sequence of 16k, an early version of the kernel: 64 keys per
-# stage 7492 us, 32 keys 9437; warps of 16 rows 10258, 8 warps 8156. With 8-bit keys, and in the kernel of single
-# requests, 64 keys would spill a few registers.
+# Any head dim, in passes of 128 (docs/notes/prefill-mma.md, as for WIDE_TILES). With 8-bit keys, and in the kernel of
+# single requests, 64 keys would spill a few registers.
 TILE, TILE_OF_48 = TileShape(128, 128, 2, 4, 64, 2), TileShape(128, 128, 2, 4, 48, 2)
-# Head dims above 128 in one pass, 16-bit keys; upper bounds of (head_dim_qk, head_dim_vo). H200, bf16, causal: 4 ragged
-# requests of 4k, 128 heads of 192/128: 8258 us, in passes of 128 13648 (48 keys 8850); one request of 8k, 16/8 heads of
-# 256: 1854 us, in passes 3004 (48 keys 2024, 8 warps 1906, output columns in two halves 2159).
+# Head dims above 128 in one pass, 16-bit keys; upper bounds of (head_dim_qk, head_dim_vo).
 WIDE_TILES = {192: TileShape(192, 128, 2, 4, 64, 2), 256: TileShape(256, 256, 1, 4, 64, 2)}
 
 
@@ -126,17 +123,15 @@ def _mma_unit(axes: Values) -> Unit:
 
 
 # The 16-bit wgmma kernel: axis head_dim -> (head_dim_qk, head_dim_vo, keys per stage, consumer warpgroups of 64 rows).
-# H200, TFLOP/s. head_dim 128, 128 and 96 keys: one sequence of 16k, page size 16, 717 and 666; 128 random lengths up to
-# 1k, 432 and 440. head_dim 192, 4 sequences of 4k: 2 warpgroups and 128 keys 630, 3 and 112 keys 619. No others.
+# docs/notes/prefill-tiles.md has the trials. No others.
 _WGMMA_TILES = {64: (64, 64, 128, 3), 128: (128, 128, 128, 3), 192: (192, 128, 128, 2), 256: (256, 256, 80, 2)}
 _WGMMA_HEAD_DIM_VO = {qk: vo for qk, vo, *_ in _WGMMA_TILES.values()}
 # With a user's variant, as _WGMMA_TILES: its hooks need registers.
 VARIANT_TILES = {64: (64, 64, 128, 2), 128: (128, 128, 128, 2), 192: (192, 128, 80, 2), 256: (256, 256, 64, 2)}
-# The fp8 kernel, as _WGMMA_TILES. H200, one sequence of 16k, page size 16, head_dim 128: 909 TFLOP/s, 861 with 96.
+# The fp8 kernel, as _WGMMA_TILES (docs/notes/prefill-fp8.md).
 _FP8_TILES = {64: (64, 64, 128, 3), 128: (128, 128, 128, 3), 192: (192, 128, 128, 3), 256: (256, 256, 128, 2)}
 # 16-bit q over fp8 keys: axis head_dim -> (head_dim_qk, head_dim_vo, keys per stage, with a soft cap; fp8 stages,
-# consumer warpgroups). H200, time over bf16 keys, 26 drawn prompts: head_dim 128, two warpgroups and 128 keys 1.11 to
-# 1.51, three and 96 1.13 to 1.29; head_dim 64, two 1.03 to 1.22, three 1.00 to 1.16.
+# consumer warpgroups; docs/notes/prefill-fp8.md).
 _MIXED_TILES = {
     64: (64, 64, 128, 128, 2, 3),
     128: (128, 128, 96, 96, 2, 3),
@@ -171,7 +166,6 @@ def _wgmma_unit(axes: Values) -> Unit:
         return Entry(name, body, 128 * (groups + 1), config, size, 1)
 
     entries = (entry("batch_prefill_wgmma", "false"), entry("batch_prefill_wgmma_whole_rows", "true"))
-    # By several threads in 2.5 s instead of 3.6 on an otherwise idle host of an H200.
     return with_tables(
         Unit("fi/attention/prefill/batch_prefill_sm90.cuh", "BatchPrefillParams", entries, flags=THREADS), axes
     )

@@ -64,8 +64,7 @@ _FEW = 16  # packed rows (of the query heads of one kv head) up to which an mma 
 _WIDE = 256  # larger head dims need two registers per lane, which the CUDA-core kernel has for fp32 only
 _MOST_CTAS = 528  # four per SM of an H200
 _LEAST_KEYS = 128  # per chunk; for fewer, merging costs more than parallel reads save
-# Packed query rows from which the Hopper kernel is worth its second launch. H200, 32/8 heads of 128, causal, us by
-# wgmma and by mma.sync: 64 tokens 14.6, 13.6; 128: 14.5, 15.6; 256: 16.3, 22.1; 1024: 36, 89. Host: 24 us, not 10.
+# Packed query rows from which the Hopper kernel is worth its second launch (docs/notes/prefill-mma.md).
 _LEAST_PREFILL_ROWS = 1024
 _OWN = "single"  # the backend name of this op's own kernels
 

@@ -13,10 +13,9 @@ from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.machine import multiprocessors_of, target_of
 
-# Times on an H200, by which SMs are divided: bytes that decode reads and operations of prefill, a microsecond; us that
-# prefill takes besides; and the share of the SMs on which decode reads as fast as on all. 60 decode rows at 3k keys,
-# 32/8 heads, beside prompts of 2048, 700 and 512: 252.6 us with 44 CTAs of prefill, 229.3 with 48, 221.4 with 52, 222.7
-# with 58, 239.8 with 64; one after the other 263.5.
+# Of an H200, by which SMs are divided: bytes that decode reads and operations of prefill, a microsecond; us that
+# prefill takes besides; and the share of the SMs on which decode reads as fast as on all
+# (docs/notes/prefill-mixed-batches.md).
 _BYTES, _OPERATIONS, _PROLOGUE, _SATURATING = 4.2e6, 690e6, 18.0, 0.64
 # The shorter kernel takes longer than this (us), or they run one after another: fork and join of streams cost 4 us.
 _LEAST = 10.0

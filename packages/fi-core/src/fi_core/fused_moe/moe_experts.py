@@ -36,10 +36,8 @@ class _Tile(NamedTuple):
     loaders: int  # warps that load rows, at most the stages of the ring
 
 
-# H200, us of both products by 4 warpgroups, 2 with one block, 2 with two blocks: fp8 Qwen3-30B T256 171, 204, 220; a
-# DeepSeek-V3 rank T256 353, 349, 340; bf16 Mixtral T64 712, 666, 653. Three loaders take up to 1.25 times as long.
-# mxfp4 gpt-oss-120b T64 by 1 warpgroup, 2, 3 with 3 loaders, 3 with 5 (too few registers): 847, 572, 519, 563.
 def _tile(kind: str, tokens: int) -> _Tile:
+    """The fastest for weights of a dtype and tiles of as many tokens (docs/notes/moe-experts.md)."""
     if kind == "u8":
         return _Tile(3, 1, 3)
     if kind == "e4m3" and tokens >= 32:
@@ -47,9 +45,8 @@ def _tile(kind: str, tokens: int) -> _Tile:
     return _Tile(2, 2, 4 if tokens == 64 else 5)
 
 
-# For so few slots that tiles of 128 weight rows leave SMs without one. H200, us of a layer, 128 and 64 rows: fp8
-# Qwen3-30B T1 31.6, 28.0; 256 experts of 512 x 2048, top 8, T1 25.6, 25.8, T2 37.8, 31.7, T4 45.2, 47.2. Of 16-bit
-# weights inside of batch_invariant(): bf16 Qwen3-30B T1 37.2 with the sort; the busiest SM reads 572 KB, not 704.
+# For so few slots that tiles of 128 weight rows leave SMs without one (docs/notes/moe-few-slots.md). Of 16-bit weights
+# inside of batch_invariant().
 _FEW_SLOTS_TILE = _Tile(1, 4, 4)
 
 

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 _SHARED = 227 * 1024  # bytes of a CTA
 _WARPS = 16  # of a CTA: kFewWarps
 _TABLE_BYTES = 4096  # of ActiveExperts and a barrier
-# Lines of weights that a warp has in flight. H200, us with 4, 5 and 6: fp8, 256 experts of 512 x 2048, one token 18.4,
-# 18.1, 18.0, two 27.0, 27.1, no room; Qwen3-30B, one token, fp8 21.3, 21.0, no room, bf16 30.1, 30.3, 31.4.
-_RING = 4
+_RING = 4  # lines of weights that a warp has in flight; more are not faster (docs/notes/moe-few-tokens.md)
 ACTIVATIONS = ("Swiglu", "SwigluBias")
 MOST_TOKENS, MOST_SLOTS, MOST_TOP_K = 8, 64, 32  # kFewTokens, kFewSlots, kFewTopK
 

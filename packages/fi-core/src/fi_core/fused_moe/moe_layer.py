@@ -23,19 +23,13 @@ MOST_PASSES = 640  # of a launch of moe_experts: kMaxExpertPasses
 TILE_TOKENS = (8, 16, 32, 64)  # of moe_experts
 STREAMED_ACTIVATIONS = ("Swiglu", "SwigluBias", "Relu2")
 _MOST_EXPERTS = 512
-# Mean rows of an expert up to which moe_experts is faster than grouped GEMMs, by the format of weights.
-# H200, us of both, with the rest of the layer: bf16 Qwen3-30B T256 (16 rows) 314 and 348, a DeepSeek-V3 rank T1024 (32)
-# 829 and 752; fp8 Qwen3-30B T64 (4) 170 and 171, DeepSeek-V3 T256 (8) 2644 and 2573, Mixtral T64 (16) 423 and 367.
+# Mean rows of an expert up to which moe_experts is faster than grouped GEMMs, by the format of weights
+# (docs/notes/moe-experts.md).
 _MOST_STREAMED = {"bf16": 16, "f16": 16, "e4m3 blocks": 4, "mxfp4": 16}
 # Bytes of weights that a rank expects to read, by the number of tokens from 1 on, up to which moe_few_tokens is faster
-# than moe_experts. H200, us of a layer by both: fp8 256 experts of 512 x 2048 T4 (101 MB) 41.5 and 43.3, Qwen3-30B T2
-# (75 MB) 33.9 and 38.4, Mixtral T1 (352 MB) 102.3 and 101.4; bf16 gpt-oss-120b T1 (199 MB) 61.1 and 67.3, one of its
-# 4 ranks T2 (100 MB) 38.8 and 46.3, Qwen3-30B T2 (151 MB) 54.9 and 52.8.
+# than moe_experts (docs/notes/moe-few-tokens.md).
 _MOST_FEW = {"bf16": (256 << 20, 128 << 20), "f16": (256 << 20, 128 << 20), "e4m3 blocks": 4 * (104 << 20,)}
-# Mean rows of an expert from which the activation is part of the first product. H200, us of a layer by two launches and
-# by one: 32 rows (DeepSeek-V3 rank, T1024) bf16 716 and 714, fp8 390 and 406, gpt-oss-120b bf16 1554 and 1561; 48 rows
-# (Qwen3-30B, T768) bf16 352 and 342, fp8 203 and 199; 64 rows (T1024) bf16 367 and 353, fp8 243 and 223; 512 rows
-# (T8192) bf16 1229 and 1153, fp8 867 and 794.
+# Mean rows of an expert from which the activation is part of the first product (docs/notes/moe-gated-gemm.md).
 _LEAST_GATED = 48
 _MOST_ROWS_OF_STREAM = 48  # mean rows of an expert up to which the stream of weights takes most time
 _SCALED = 128  # rows and columns of weights that share a scale
@@ -45,8 +39,7 @@ def expected_rows(mean: float, quantized: bool) -> int:
     """The rows of an expert for which tiles of grouped GEMMs are chosen, from their mean.
 
     While an expert has one tile of tokens, weights are streamed once; so nearly all experts of an even routing are to
-    have one. H200, bf16, DeepSeek-V3 with 1024 tokens: 7544 us with tiles for the mean of 32. Mean of 64, tiles of 64
-    rows and larger ones: Mixtral with 256 tokens 794 and 775 us, Qwen3-30B with 1024 tokens 406 and 380.
+    have one. Of a mean of 64, larger tiles than those of 64 rows are faster (docs/notes/moe-tiles.md).
     """
     if 60 < mean <= 64 and not quantized:
         return 65

@@ -97,12 +97,10 @@ TILES = {
 # fp8 without sums in fp32 has the tiles and clocks of 16 bits: tensor cores take as long for 128 bytes of k.
 TILES["fast"] = TILES["16 bits"]
 # Of block scales and 16-bit out, beside the same shape for any product (kGemmHalvesK). Its clocks include what is
-# saved behind the mainloop. H200, us of both: 4096 x 24576 x 1536 263.2 and 250.6, 8192 x 28672 x 2048 848 and 783,
-# 16384 x 4096 x 1024 139.3 and 133.6. Groups would gain 1.6 % and compile an entry more.
+# saved behind the mainloop (docs/notes/gemm-epilogue.md). Groups would gain 1.6 % and compile an entry more.
 _EARLY_STORES = _Tile(256, 128, 4, 1190, GemmStores.TMA_HALVES)
 # Of single and batched products, beside those for any product: where weights are the rows of a tile, tokens fill one of
-# 160, 208 or 272 columns better than tiles of 128 rows. H200, us of the best of the other tiles and of these: bf16,
-# 8192 x 8192, 385 tokens 89.0 and 78.7, 513 123 and 96.6, 769 167 and 143.6.
+# 160, 208 or 272 columns better than tiles of 128 rows (docs/notes/gemm-drawn.md).
 _EXCHANGED = {
     "16 bits": (
         _Tile(128, 272, 4, 1095, GemmStores.TRANSPOSED),

@@ -1,12 +1,14 @@
 """Types, for checkers alone, of functions that return a tensor, or two tensors where a flag is set.
 
 `@with_lse` stands above a function with the parameter return_lse, `@method_with_lse` above such a method, and
-`@with_valid` above a function with return_valid. `setting_lse` is such a function with the flag set.
+`@with_valid` above a function with return_valid. `setting_lse` is such a function with the flag set,
+`method_setting_lse` such a method.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     def method_with_lse(function: Callable[Concatenate[Any, P], Any]) -> MethodWithLse[P]: ...
     def with_valid(function: Callable[P, Any]) -> WithValid[P]: ...
     def setting_lse(function: WithLse[P]) -> Callable[P, Pair]: ...
+    def method_setting_lse(method: Any) -> Callable[..., Any]: ...
 
 else:
     F = TypeVar("F")
@@ -65,3 +68,18 @@ else:
 
     def setting_lse(function: F) -> F:
         return functools.partial(function, return_lse=True)
+
+    def method_setting_lse(method: F) -> F:
+        """The method `<name>_return_lse` of a class. What follows the flag goes by keyword."""
+        name, signature = method.__name__, inspect.signature(method)
+
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            return getattr(self, name)(*args, return_lse=True, **options)
+
+        taken = list(signature.parameters.values())
+        at = next((i for i, p in enumerate(taken) if p.name == "return_lse"), len(taken))
+        behind = (p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in taken[at + 1 :])
+        call.__name__, call.__doc__ = f"{name}_return_lse", f"`{name}` with return_lse: (out, lse)."
+        call.__qualname__, call.__module__ = f"{method.__qualname__}_return_lse", method.__module__
+        call.__signature__ = signature.replace(parameters=[*taken[:at], *behind])
+        return call

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -99,35 +98,6 @@ class Shapes:
         return found
 
 
-class ReturnsLse:
-    """The part of a wrapper that names its `run` with return_lse: `run_return_lse`."""
-
-    _with_lse: tuple[str, ...] = ("run",)  # the methods that have such a form
-    run_return_lse: Callable[..., Any]
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        for name in cls._with_lse:
-            if name in vars(cls):
-                setattr(cls, f"{name}_return_lse", _returning_lse(vars(cls)[name], name))
-
-
-def _returning_lse(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def call(self: Any, *args: Any, **options: Any) -> Any:
-        return getattr(self, name)(*args, return_lse=True, **options)
-
-    signature: Any = inspect.signature(method)
-    taken = list(signature.parameters.values())
-    at = next((i for i, p in enumerate(taken) if p.name == "return_lse"), len(taken))
-    behind = (p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in taken[at + 1 :])
-    parameters = [*taken[:at], *behind]
-    form: Any = call
-    form.__name__, form.__doc__ = f"{name}_return_lse", f"`{name}` with return_lse: (out, lse)."
-    form.__qualname__, form.__module__ = f"{method.__qualname__}_return_lse", method.__module__
-    form.__signature__ = signature.replace(parameters=parameters)
-    return call
-
-
 _OF_PLAN = (*contract.SCORES, "causal", "window_left")
 
 
@@ -206,7 +176,7 @@ class of_plan:
         wrapper._change(**{self.field: self.write(value) if self.write else value})
 
 
-class PlannedWrapper(ReturnsLse, PlanState):
+class PlannedWrapper(PlanState):
     """A wrapper whose `plan` makes a `schedule.Plan`.
 
     All that a run needs of `plan` is in `_plan`, which no code changes: `_change` puts another one in its place.
@@ -287,8 +257,6 @@ class BatchWrapper(PlannedWrapper):
     _cached_o_data_type = of_plan("o_dtype")
     _paged_kv_indptr_buf, _paged_kv_indices_buf = of_plan("indptr"), of_plan("page_indices")
     _paged_kv_last_page_len_buf, _block_tables = of_plan("last_page_len"), of_plan("block_tables")
-    _with_lse = ("run", "forward")
-    forward_return_lse: Callable[..., Any]
     _is_dense: bool  # whether the float workspace must be contiguous
     _copies: dict[str, torch.Tensor]  # device copies of host tables, reused while shapes repeat
     _choose: Callable[..., Choice]

@@ -16,6 +16,7 @@ from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import refuse, unsupported
 from fi_core.runtime.lazy import torch
+from fi_core.runtime.returns import method_setting_lse
 from fi_core.runtime.signature import takes
 
 _VARIANT = r"""
@@ -199,3 +200,5 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             "enable_pdl kv_cache_sf * return_lse",
         )
     )
+    run_return_lse = method_setting_lse(run)
+    forward_return_lse = method_setting_lse(forward)

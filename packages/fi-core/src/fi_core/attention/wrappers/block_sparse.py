@@ -10,13 +10,14 @@ from typing import Any
 from fi_core.attention import derived
 from fi_core.attention.contract import check_shape
 from fi_core.attention.wrappers import pattern_trace
-from fi_core.attention.wrappers.base import AroundWrapper, ReturnsLse, older_form
+from fi_core.attention.wrappers.base import AroundWrapper, older_form
 from fi_core.attention.wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
 from fi_core.observe.checked import checked
 from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import refuse
 from fi_core.runtime.lazy import torch
+from fi_core.runtime.returns import method_setting_lse
 from fi_core.runtime.signature import takes
 from fi_core.runtime.tensors import integers
 from fi_core.utils import _check_writable, check_shape_dtype_device, int32_index
@@ -72,7 +73,7 @@ def _without_padding(
     return torch.nn.functional.pad(kept.cumsum(0), (1, 0))[begins], columns[kept], mask
 
 
-class PatternWrapper(ReturnsLse, AroundWrapper):
+class PatternWrapper(AroundWrapper):
     """What the block-sparse wrappers have in common: the batch prefill whose pages are the selected blocks."""
 
     _described: dict[str, Any]
@@ -207,6 +208,7 @@ class BlockSparseAttentionWrapper(PatternWrapper):
         "q k v scale_q scale_k scale_v pos_encoding_mode use_fp16_qk_reduction logits_soft_cap sm_scale",
         "rope_scale rope_theta",
     )
+    run_return_lse = method_setting_lse(run)
 
 
 def _by_row(mask: torch.Tensor, begins: torch.Tensor, nnz: int, R: int, C: int) -> torch.Tensor:
@@ -356,3 +358,4 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
         plan,
         "q k v pos_encoding_mode use_fp16_qk_reduction logits_soft_cap sm_scale rope_scale rope_theta",
     )
+    run_return_lse = method_setting_lse(run)

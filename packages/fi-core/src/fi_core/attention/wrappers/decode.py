@@ -20,7 +20,7 @@ from fi_core.observe.subject import explain
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.invariance import is_on
 from fi_core.runtime.lazy import torch
-from fi_core.runtime.returns import method_with_lse
+from fi_core.runtime.returns import method_setting_lse, method_with_lse
 from fi_core.runtime.signature import takes
 
 _Values = tuple[Any, ...]
@@ -243,6 +243,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchDecodePlan):
             "rope_scale rope_theta * return_lse",
         )
     )
+    run_return_lse = method_setting_lse(run)
+    forward_return_lse = method_setting_lse(forward)
 
     def _ready(self, head_dim_vo: int = 0) -> tuple[DecodePlan, Any]:
         """The plan and its call, made anew: for values of this head dim, or because an option has changed."""

@@ -19,7 +19,7 @@ from fi_core.observe.subject import explain
 from fi_core.runtime.errors import refuse
 from fi_core.runtime.invariance import check_plan, is_on
 from fi_core.runtime.lazy import torch
-from fi_core.runtime.returns import method_with_lse
+from fi_core.runtime.returns import method_setting_lse, method_with_lse
 
 BACKENDS = ("auto", "fa2", "fa3")
 FOREIGN = ("cutlass", "trtllm-gen", "cute-dsl", "cute-dsl-monolithic", "cute-dsl-modular", "xqa", "cutile")
@@ -352,6 +352,8 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
             raise
         self.last_choice = ran or self.last_choice
         return (out, lse) if return_lse and lse is not None else out
+
+    run_return_lse = method_setting_lse(run)
 
     def _ready(self) -> tuple[MlaPlan, Any]:
         """The plan and its call, made anew because an option has changed."""

@@ -15,7 +15,7 @@ from fi_core.attention.wrappers.prefill_plan import BatchPrefillPlan
 from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.lazy import torch
-from fi_core.runtime.returns import method_with_lse
+from fi_core.runtime.returns import method_setting_lse, method_with_lse
 from fi_core.runtime.signature import takes
 
 # Of the constructor, which wrappers like this one take too.
@@ -279,3 +279,5 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillPlan):
             "logits_soft_cap sm_scale rope_scale rope_theta * return_lse",
         )
     )
+    run_return_lse = method_setting_lse(run)
+    forward_return_lse = method_setting_lse(forward)

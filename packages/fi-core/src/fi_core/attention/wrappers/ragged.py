@@ -15,7 +15,7 @@ from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import unsupported
 from fi_core.runtime.lazy import torch
-from fi_core.runtime.returns import method_with_lse
+from fi_core.runtime.returns import method_setting_lse, method_with_lse
 from fi_core.runtime.signature import takes
 
 _OF_INIT = words(
@@ -164,6 +164,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             "rope_theta * return_lse",
         )
     )
+    run_return_lse = method_setting_lse(run)
+    forward_return_lse = method_setting_lse(forward)
 
 
 def _require_same(name: str, given: torch.Tensor | None, of: str, own: torch.Tensor) -> None:

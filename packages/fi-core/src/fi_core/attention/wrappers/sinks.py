@@ -10,6 +10,7 @@ from fi_core.observe.describe import words
 from fi_core.observe.log import fi_api
 from fi_core.runtime.errors import WrongBackendError
 from fi_core.runtime.lazy import torch
+from fi_core.runtime.returns import method_setting_lse
 from fi_core.runtime.signature import takes
 
 _OF_PAGED = (*TABLES, "custom_mask_buf", "mask_indptr_buf", "backend")
@@ -81,3 +82,5 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             return super().run(q, paged_kv_cache, sinks=sink, **options)
         finally:
             self._sm_scale = planned
+
+    run_return_lse = method_setting_lse(run)

@@ -258,18 +258,6 @@ def bmm_scales(bmm1: Any, bmm2: Any, of_cache: tuple[Any, Any] = (None, None), f
     return op_scales((factor, bmm1), (1.0, bmm2), of_cache)
 
 
-def pages_of_chunk(fixed_split_size: int | None) -> int | None:
-    """fixed_split_size of a plan; None for None and for -1, which engines pass. Raises ValueError for 0."""
-    if fixed_split_size is None:
-        return None
-    if not isinstance(fixed_split_size, int) or fixed_split_size == 0:
-        raise ValueError(
-            "fixed_split_size: pages of a chunk, or None or -1 for no fixed chunks, are required; got "
-            f"{fixed_split_size!r}"
-        )
-    return None if fixed_split_size < 0 else fixed_split_size
-
-
 def kv_type(dtype: torch.dtype) -> Any:
     """The dtype of keys and values as a field of a request: bytes hold NVFP4."""
     return "e2m1" if dtype is torch.uint8 else dtype

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fi_core.attention.contract import pages_of_chunk
 from fi_core.attention.ops import decode as ops
 from fi_core.runtime.dispatch import Choice
 from fi_core.runtime.invariance import is_on
@@ -62,11 +61,20 @@ def _bytes(sizes: ops.Sizes, head_dim_vo: int) -> tuple[int, int]:
 
 
 def split_kv_of(fixed_split_size: int | None, page_size: int, disable_split_kv: bool) -> int:
-    """The op's `split_kv` for these two arguments of plan; fixed_split_size is in pages."""
-    pages = pages_of_chunk(fixed_split_size)
+    """The op's `split_kv` for these two arguments of plan. Raises ValueError.
+
+    fixed_split_size: pages of a chunk; None, or -1, which engines pass: no chunks.
+    """
+    if fixed_split_size is None:
+        fixed_split_size = -1
+    if not isinstance(fixed_split_size, int) or fixed_split_size == 0:
+        raise ValueError(
+            "fixed_split_size: pages of a chunk, or None or -1 for no fixed chunks, are required; got "
+            f"{fixed_split_size!r}"
+        )
     if disable_split_kv:
         return ops.NO_SPLIT
-    tokens = ops.INVARIANT_TOKENS * is_on() if pages is None else pages * page_size
+    tokens = ops.INVARIANT_TOKENS * is_on() if fixed_split_size < 0 else fixed_split_size * page_size
     return ops.kv_chunk_tiles(tokens) if tokens else ops.BALANCED
 
 

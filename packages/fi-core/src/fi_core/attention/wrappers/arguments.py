@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fi_core.attention import contract
@@ -106,23 +106,6 @@ def variant_tensors(plan: PrefillPlan, k_scales: Any, v_scales: Any) -> dict[str
     masks = {"custom_mask": custom, "mask_indptr": None if custom is None else plan.mask_indptr}
     found = {**masks, **of_items, "token_pos_in_items_ptr": items, "k_cache_sf": k_scales, "v_cache_sf": v_scales}
     return {f"maybe_{name}": tensor for name, tensor in found.items()}
-
-
-def batch_of(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, lengths: Mapping[str, Any]) -> tuple[int, int | None]:
-    """The batch size, and the rows of queries if they are known on the host. Raises ValueError for other sizes.
-
-    lengths: tables with an element for each request, or None, by the names of arguments.
-    """
-    if not kv_indptr.numel() == qo_indptr.numel() > 0:
-        raise ValueError(
-            f"kv_indptr: length {qo_indptr.numel()} is required, that of qo_indptr (batch_size + 1); "
-            f"got {kv_indptr.numel()}"
-        )
-    batch_size, rows = qo_indptr.numel() - 1, contract.last_value(qo_indptr, "qo_indptr")
-    for name, table in lengths.items():
-        if table is not None and table.numel() != batch_size:
-            raise ValueError(f"{name}: length {batch_size} is required, the batch size; got {table.numel()}")
-    return batch_size, rows
 
 
 def allowed_for(kept: str, allowed: str) -> str:

@@ -116,8 +116,19 @@ class BatchPrefillPlan(BatchWrapper):
         return partials, 4 * ops.schedule_words(batch_size, rows, tokens)
 
     def _check_batch(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, **lengths: Any) -> dict[str, Any]:
-        """Checks the shapes of the tables, and the limits of a CUDA graph. Returns fields of the plan."""
-        batch_size, rows = arguments.batch_of(qo_indptr, kv_indptr, lengths)
+        """Checks the shapes of the tables, and the limits of a CUDA graph. Returns fields of the plan.
+
+        lengths: tables with an element for each request, or None, by the names of arguments.
+        """
+        if not kv_indptr.numel() == qo_indptr.numel() > 0:
+            raise ValueError(
+                f"kv_indptr: length {qo_indptr.numel()} is required, that of qo_indptr (batch_size + 1); "
+                f"got {kv_indptr.numel()}"
+            )
+        batch_size, rows = qo_indptr.numel() - 1, contract.last_value(qo_indptr, "qo_indptr")
+        for name, table in lengths.items():
+            if table is not None and table.numel() != batch_size:
+                raise ValueError(f"{name}: length {batch_size} is required, the batch size; got {table.numel()}")
         if self._use_cuda_graph:
             if batch_size != self._fixed_batch_size:
                 raise ValueError(

@@ -78,6 +78,7 @@ SEAMS = {
             "QwenGatedDeltaNetAttention.__init__", "QwenGatedDeltaNetAttention._forward_core_decode_non_spec",
         ),
         "vllm/v1/attention/backends/gdn_attn.py": ("GDNAttentionMetadata",),
+        "vllm/model_executor/layers/utils.py": ("default_unquantized_gemm",),
         "vllm/v1/sample/ops/topk_topp_sampler.py": ("flashinfer_sampler_supported", "flashinfer_sample"),
         "vllm/model_executor/models/qwen3.py": ("Qwen3Attention.forward", "Qwen3Attention.forward()"),
         "vllm/model_executor/models/qwen3_moe.py": ("Qwen3MoeAttention.forward", "Qwen3MoeAttention.forward()"),

@@ -379,6 +379,10 @@ def sampling() -> dict[str, Any]:
     return {f.__name__: f for f in (flashinfer_sampler_supported, flashinfer_sample)}
 
 
+def default_unquantized_gemm(layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+    return torch.nn.functional.linear(x, weight, bias)
+
+
 MONITORS = ("vllm.utils.jit_monitor", "vllm.triton_utils.jit_monitor")  # of 0.33 and of 0.24
 ACTIVATED: list[dict[str, Any]] = []
 
@@ -443,6 +447,7 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     f"{LAYERS}.mamba.mamba_utils": {"is_conv_state_dim_first": is_conv_state_dim_first},
     f"{LAYERS}.mamba.ops.causal_conv1d": {"causal_conv1d_update": causal_conv1d_update},
+    f"{LAYERS}.utils": {"default_unquantized_gemm": default_unquantized_gemm},
     "vllm.envs": {"VLLM_USE_FLASHINFER_SAMPLER": True},
     "vllm.v1.sample": {}, "vllm.v1.sample.ops": {}, "vllm.v1.sample.ops.topk_topp_sampler": sampling(),
     "vllm.v1.worker.gpu.sample.sampler": sampling(),

@@ -133,3 +133,71 @@ def test_the_rotary_embedding_of_deepseek(
     for got, wanted in zip((q, k), want):
         assert_close(got, wanted)
     assert torch.equal(rows[..., :128], others)
+
+
+UTILS = "vllm.model_executor.layers.utils"
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products(layers: Any, version: str, tokens: int, biased: bool, device: str) -> None:
+    """Few tokens and many, alone and in a compiled graph, which is compiled once for any number of tokens."""
+    linear = sys.modules[f"{PLUGIN}.linear"]
+    multiply = sys.modules[UTILS].default_unquantized_gemm  # type: ignore[attr-defined]
+    seam = [x.rstrip("=") for x in recorded(version)["default_unquantized_gemm"]]
+    assert (
+        multiply is linear.product and fake_vllm.parameters(multiply) == recorded(version)["default_unquantized_gemm"]
+    )
+    assert tuple(seam) == linear.PARAMETERS
+    weight = rand(4096, 1024, dtype=torch.bfloat16, device=device) / 32
+    bias = rand(4096, dtype=torch.bfloat16, device=device, seed=2) if biased else None
+    x = rand(tokens, 2048, dtype=torch.bfloat16, device=device, seed=1)[:, :1024]
+    want = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert linear.fits(x, weight)
+    for found in (multiply(None, x, weight, bias), torch.ops.fi_vllm.product(x, weight, bias)):
+        assert found.shape == want.shape and found.dtype == torch.bfloat16
+        assert_close(found, want)
+
+
+def test_products_are_traced_for_any_number_of_tokens(layers: Any) -> None:
+    multiply, weight = sys.modules[UTILS].default_unquantized_gemm, torch.ones(4096, 1024).bfloat16()  # type: ignore[attr-defined]
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: multiply(None, x, weight) + 1, backend=keep, fullgraph=True, dynamic=True)
+    for tokens in (65, 3, 200):
+        assert bool((compiled(torch.ones(tokens, 1024).bfloat16()) == 1024 + 1).all())
+    assert len(graphs) == 1
+
+
+def test_products_that_stay(layers: Any, device: str) -> None:
+    """Small matrices, other dtypes and shapes."""
+    fits = sys.modules[f"{PLUGIN}.linear"].fits  # type: ignore[attr-defined]
+    x, weight = torch.ones(2, 1024, device=device).bfloat16(), torch.ones(4096, 1024, device=device).bfloat16()
+    assert fits(x, weight)
+    assert not fits(x, weight[:4095]), "a small matrix"
+    assert not fits(x[:, :512], weight[:, :512].repeat(4, 1)), "a short k"
+    assert not fits(x.half(), weight.half()) and not fits(x, weight.float())
+    assert not fits(x[None], weight)
+
+
+@pytest.mark.parametrize("change", ["parameters", "device"])
+def test_products_of_another_vllm_or_gpu_stay(
+    version: str, change: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FI_VLLM_LAYERS", "1")
+    plugin = fake_vllm.install(version, monkeypatch)
+    plugin.register()
+    linear, utils = sys.modules[f"{PLUGIN}.linear"], sys.modules[UTILS]
+    own = (lambda x, weight: x) if change == "parameters" else (lambda layer, x, weight, bias=None: x)
+    monkeypatch.setattr(utils, "default_unquantized_gemm", own)
+    if change == "device":
+        platform = linear.current_platform
+        monkeypatch.setattr(platform, "is_device_capability", lambda major: major == 80)
+    with caplog.at_level("INFO", "vllm"):
+        linear.register()
+    assert utils.default_unquantized_gemm is own  # type: ignore[attr-defined]
+    assert any("default_unquantized_gemm" in x.message for x in caplog.records) is (change == "parameters")

@@ -371,10 +371,11 @@ def of_engine(**changed: Any) -> Any:
     return SimpleNamespace(**values | changed)
 
 
-def test_how_an_engine_serves(plugin: Any) -> None:
+def test_how_an_engine_serves(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     options = module("prepare").options
     assert options(of_engine()) == {
-        "dtype": torch.bfloat16, "kv_dtype": None, "page_size": 16, "tp": 1, "spec_tokens": 0, "lora": False
+        "dtype": torch.bfloat16, "kv_dtype": None, "page_size": 16, "tp": 1, "spec_tokens": 0, "lora": False,
+        "products": True,
     }  # fmt: skip
     changed = of_engine(
         cache_config=SimpleNamespace(cache_dtype="fp8_e5m2", block_size=64), lora_config=object(),
@@ -382,8 +383,11 @@ def test_how_an_engine_serves(plugin: Any) -> None:
         speculative_config=SimpleNamespace(num_speculative_tokens=3),
     )  # fmt: skip
     assert options(changed) == {
-        "dtype": torch.bfloat16, "kv_dtype": "float8_e5m2", "page_size": 64, "tp": 2, "spec_tokens": 3, "lora": True
+        "dtype": torch.bfloat16, "kv_dtype": "float8_e5m2", "page_size": 64, "tp": 2, "spec_tokens": 3, "lora": True,
+        "products": True,
     }  # fmt: skip
+    monkeypatch.setenv("FI_VLLM_LAYERS", "0")
+    assert not options(changed)["products"], "layers stay the engine's"
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])

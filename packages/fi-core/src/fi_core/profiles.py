@@ -146,6 +146,7 @@ class Options(NamedTuple):
         lora: whether requests have adapters.
         logits_dtype: of logits that are sampled; None: that of activations, and fp32, to which engines convert them.
         backend: of the attention wrappers.
+        products: whether fi multiplies few tokens by bf16 weights, as in vLLM with FI_VLLM_LAYERS=1.
     """
 
     dtype: Any = None
@@ -156,6 +157,7 @@ class Options(NamedTuple):
     lora: bool = False
     logits_dtype: Any = None
     backend: str = AUTO
+    products: bool = False
 
 
 DEFAULT = Options()
@@ -269,6 +271,8 @@ def calls(model: Model, options: Options = DEFAULT) -> Iterator[Call]:
         yield Call("linear_attention", "recurrent_gated_delta_rule", {**one, "state": "f32", "contiguous": "v"})
     if model.weights:
         yield from _product_calls(model)
+    if options.products and model.dtype == "bf16":
+        yield Call("gemm", "gemm", {"a": "bf16", "b": "bf16", "out": "bf16"})
     if options.lora:
         groups = {"a": model.dtype, "b": model.dtype, "out": model.dtype, "tiles": "groups"}
         yield Call("gemm", "gemm", groups)
@@ -374,6 +378,6 @@ def shipped() -> dict[str, tuple[Call, ...]]:
         if model.latent and kv == "e5m2":
             continue  # no kernel reads it
         for dtype in (model.dtype, "f16") if model.serves_fp16 else (model.dtype,):
-            for call in calls(model, Options(dtype, kv, tp=tp, spec_tokens=1, lora=True)):
+            for call in calls(model, Options(dtype, kv, tp=tp, spec_tokens=1, lora=True, products=True)):
                 found.setdefault(call.op, {})[json.dumps(call, sort_keys=True)] = call
     return {op: tuple(of_op.values()) for op, of_op in found.items()}

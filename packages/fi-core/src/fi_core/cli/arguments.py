@@ -138,6 +138,9 @@ def _add_prebuild(commands: _Commands) -> None:
     text = "drafted tokens that a step verifies; default: 0"
     prebuild.add_argument("--spec-tokens", type=_count, default=0, metavar="N", help=text)
     prebuild.add_argument("--lora", action="store_true", help="requests have adapters")
+    prebuild.add_argument(
+        "--products", action="store_true", help="products of few tokens are fi's, as in vLLM's layers"
+    )
     prebuild.add_argument("--logits-dtype", help="of sampled logits; default: that of activations, and fp32")
     prebuild.add_argument("--list", action="store_true", help="list the files and where they are; compile nothing")
     text = "write the files as a folder for FI_CUBIN_DIR, which needs no compiler of the same version"

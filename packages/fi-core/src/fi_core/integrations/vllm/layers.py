@@ -1,4 +1,6 @@
-"""vLLM's norms, activation, rotary embedding, experts, gated delta nets and sampling on fi's kernels."""
+"""vLLM's norms, activation, rotary embedding, products of few tokens, experts, gated delta nets and sampling on fi's
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.quantization import register_quantization_config
 
 import fi_core
-from fi_core.integrations.vllm import gdn, moe, qk_norm, sampler
+from fi_core.integrations.vllm import gdn, linear, moe, qk_norm, sampler
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +36,7 @@ def register() -> None:
         _replace(getattr(rotary, name), Rotary)
     _replace(rotary.DeepseekScalingRotaryEmbedding, DeepseekRotary)
     qk_norm.register(Rotary)
+    linear.register()
     sampler.register()
     gdn.register(_replace)
     for name, config in moe.register(_replace):

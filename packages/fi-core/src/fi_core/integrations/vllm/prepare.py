@@ -9,6 +9,8 @@ from vllm.config import get_current_vllm_config
 
 from fi_core import ahead
 from fi_core.errors import UnsupportedError
+from fi_core.integrations.vllm.linear import is_used
+from fi_core.runtime.env import env
 
 # vLLM's names of fp8 caches.
 FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -47,4 +49,5 @@ def options(config: Any) -> dict[str, Any]:
         "tp": config.parallel_config.tensor_parallel_size,
         "spec_tokens": drafts.num_speculative_tokens if drafts else 0,
         "lora": config.lora_config is not None,
+        "products": env.vllm_layers and is_used(),
     }

@@ -14,7 +14,7 @@ from fi_bench.flags import GENERAL
 
 ROOT = benchmark_page.PAGE.parents[1]
 TEXT = benchmark_page.PAGE.read_text()
-OF_TORCHRUN = {"nproc_per_node", "json"}  # and of fi_bench.collectives
+OF_TORCHRUN = {"nproc_per_node", "json", "dtypes", "forms", "layers"}  # and of fi_bench.collectives
 LINE = re.compile(r"^\[(INFO|VERBOSE|VVERBOSE|PERF)\] ([\w.()\[\]]+(?: \w+)?)", re.M)
 
 

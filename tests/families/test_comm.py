@@ -440,11 +440,11 @@ def _fail(rank: int, world: int, device: torch.device, how: str) -> None:
     for each in (patient, workspace):  # the first call loads the kernel
         comm.allreduce_fusion(x, each, 0)
         dist.barrier()
-    if rank == 1:
-        if how == "rank ends":
-            os.kill(os.getpid(), signal.SIGKILL)
-        x = x[:4]
-    message = f"workspace: rank {1 - rank} " + ("did not send" if how == "rank ends" else "called another collective")
+    if rank == 1 and how == "rank ends":
+        os.kill(os.getpid(), signal.SIGKILL)
+    x = x[:4] if rank == 1 else x
+    other = "[02-9]" if rank == 1 else "1"
+    message = f"workspace: rank {other} " + ("did not send" if how == "rank ends" else "called another collective")
 
     def calls() -> None:
         result = comm.allreduce_fusion(x, workspace, 0)  # CPUs raise here
@@ -459,13 +459,13 @@ def _fail(rank: int, world: int, device: torch.device, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["rank ends", "shapes differ"])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("gpus", marks=[pytest.mark.gpu, pytest.mark.multigpu])])
-def test_a_failure_names_the_rank(device: str, how: str) -> None:
+@pytest.mark.parametrize(("world", "device"), [(2, "cpu"), *(place for place in PLACES if place.values[1] == "gpus")])
+def test_a_failure_names_the_rank(world: int, device: str, how: str) -> None:
     """The other ranks wait for the timeout and raise; nothing hangs."""
-    run_ranks(_fail, 2, device, how, killed=(1,) if how == "rank ends" else ())
+    run_ranks(_fail, world, device, how, killed=(1,) if how == "rank ends" else ())
 
 
-def _replay(rank: int, world: int, device: torch.device) -> None:
+def _replay(rank: int, world: int, device: torch.device, replays: int = 10000) -> None:
     """Graphs of several calls, whose replays start at different times on the ranks."""
     workspace = _workspace(device, 64, 4096)
     inputs = [torch.zeros(tokens, 4096, dtype=BF16, device=device) for tokens in (1, 64, 7, 300)]
@@ -484,12 +484,12 @@ def _replay(rank: int, world: int, device: torch.device) -> None:
     with torch.cuda.graph(graph):
         calls()
     pauses = torch.Generator().manual_seed(rank)
-    for _ in range(10000):
+    for _ in range(replays):
         if torch.rand((), generator=pauses) < 0.1:
             torch.cuda._sleep(int(torch.randint(0, 100000, (), generator=pauses)))
         graph.replay()
     torch.cuda.synchronize()
-    assert wrong.item() == 0 and step.item() == 10001
+    assert wrong.item() == 0 and step.item() == replays + 1
     workspace.destroy()
 
 

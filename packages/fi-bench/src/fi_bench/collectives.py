@@ -1,6 +1,10 @@
 """Times the collectives of fi_core.comm beside NCCL and torch's symmetric memory, on the GPUs of a host.
 
-torchrun --nproc-per-node 2 -m fi_bench.collectives [--only TEXT] [--json FILE]
+torchrun --nproc-per-node 2 -m fi_bench.collectives [--only TEXT] [--dtypes bfloat16,float32] [--forms] [--layers]
+    [--json FILE]
+
+--forms adds all-reduce in one shot and in two; --layers adds layers of DeepSeek-V3's fp8 experts, spread over the
+ranks: dispatch, experts, combine. Of cases in another dtype than bf16 the name ends with it.
 
 The time of a call is the median over replays of a CUDA graph of 20 calls, of the slowest rank.
 """
@@ -21,6 +25,7 @@ import torch.distributed as dist
 OPS = ("all_to_all",)  # of fi_core; it has no case
 _SIZES = ((1, 4096), (8, 4096), (32, 7168), (128, 7168), (512, 7168), (2048, 8192), (8192, 8192))
 _MOE_TOKENS = (1, 16, 128, 1024)
+_LAYER_TOKENS = (8, 128, 1024, 4096, 8192)
 _CALLS, _REPLAYS = 20, 15
 
 Routine = tuple[str, str, Callable[[], Any]]  # case, provider, call
@@ -50,7 +55,34 @@ def microseconds(call: Callable[[], Any]) -> float:
     return float(slowest)
 
 
-def _reductions(tokens: int, hidden: int) -> Iterator[Routine]:
+def _shots(case: str, x: torch.Tensor, workspace: Any) -> Iterator[Routine]:
+    """Both forms of all-reduce, whatever the size of the message."""
+    from fi_core import comm
+
+    out = torch.empty_like(x)
+    yield case, "fi, one shot", lambda: comm.allreduce_fusion(x, workspace, 0, output=out, use_oneshot=True)
+    yield case, "fi, two shot", lambda: comm.allreduce_fusion(x, workspace, 0, output=out, use_oneshot=False)
+
+
+def _sums(tokens: int, hidden: int, dtype: torch.dtype, forms: bool) -> Iterator[Routine]:
+    """All-reduce alone, and with a residual and a norm, in another dtype than bf16."""
+    from fi_core import comm
+
+    workspace = comm.create_allreduce_fusion_workspace(max_token_num=tokens, hidden_dim=hidden, dtype=dtype)
+    x, residual, out, normed = (torch.randn(tokens, hidden, device="cuda").to(dtype) for _ in range(4))
+    weight = torch.rand(hidden, device="cuda").to(dtype)
+    name = f"{tokens}x{hidden} {str(dtype).removeprefix('torch.')}"
+    yield f"all_reduce {name}", "fi", lambda: comm.allreduce_fusion(x, workspace, 0, output=out)
+    yield f"all_reduce {name}", "nccl", lambda: dist.all_reduce(out)
+    if forms:
+        yield from _shots(f"all_reduce {name}", x, workspace)
+    after: dict[str, Any] = {"residual_in": residual, "residual_out": out, "norm_out": normed, "rms_gamma": weight}
+    case = f"all_reduce + add + rmsnorm {name}"
+    yield case, "fi", lambda: comm.allreduce_fusion(x, workspace, 1, **after)
+    workspace.destroy()
+
+
+def _reductions(tokens: int, hidden: int, forms: bool) -> Iterator[Routine]:
     from torch.distributed import _symmetric_memory as symmetric
 
     from fi_core import comm
@@ -69,6 +101,8 @@ def _reductions(tokens: int, hidden: int) -> Iterator[Routine]:
     ops = torch.ops.symm_mem
     yield case, "symm one-shot", lambda: ops.one_shot_all_reduce_out(shared, "sum", group, out.view(-1))
     yield case, "symm two-shot", lambda: ops.two_shot_all_reduce_(shared, "sum", group)
+    if forms:
+        yield from _shots(case, x, workspace)
     case = f"all_reduce + add + rmsnorm {tokens}x{hidden}"
     fused: dict[str, Any] = {"residual_in": residual, "residual_out": out, "norm_out": normed, "rms_gamma": weight}
     yield case, "fi", lambda: comm.allreduce_fusion(x, workspace, 1, **fused)
@@ -181,6 +215,54 @@ def _experts(tokens: int) -> Iterator[Routine]:
     exchange.destroy()
 
 
+def _layer(tokens: int) -> Iterator[Routine]:
+    """A layer of DeepSeek-V3's experts in fp8 blocks over the ranks, and its exchange alone."""
+    from fi_core import comm
+    from fi_core.fused_moe import cutlass_fused_moe
+
+    hidden, width, top_k, experts = 7168, 2048, 8, 256
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mapping = comm.Mapping(world, rank, tp_size=world, moe_ep_size=world)
+    exchange = comm.MoeAlltoAll(mapping, tokens, top_k, experts, hidden_size=hidden)
+
+    def weights(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = torch.randn(rows, columns, device="cuda").to(torch.float8_e4m3fn)
+        scales = torch.full((experts // world, rows // 128, columns // 128), columns**-0.5, device="cuda")
+        return drawn.expand(experts // world, rows, columns).contiguous(), scales
+
+    (up, up_scales), (down, down_scales) = weights(2 * width, hidden), weights(hidden, width)
+    chosen = torch.rand(tokens, experts, device="cuda").topk(top_k).indices.int()
+    share = torch.rand(tokens, top_k, device="cuda")
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(x)
+
+    def exchanged(computes: bool) -> None:
+        received, ids, shares = exchange.dispatch(
+            chosen, [x, chosen, share], tokens, invalid_token_expert_id=-1, expert_id_payload_index=1
+        )
+        results = exchange.get_combine_payload_tensor_in_workspace(tokens, hidden, x.dtype)
+        if computes:
+            cutlass_fused_moe(
+                received.view(-1, hidden),
+                ids.view(-1, top_k),
+                shares.view(-1, top_k),
+                up,
+                down,
+                x.dtype,
+                quant_scales=[up_scales, down_scales],
+                ep_size=world,
+                ep_rank=rank,
+                output=results.view(-1, hidden),
+                use_deepseek_fp8_block_scale=True,
+            )
+        exchange.combine(results, tokens, payload_in_workspace=True, output=out)
+
+    shape = f"{tokens}x{hidden}, 256 experts"
+    yield f"moe dispatch + combine {shape}", "fi", lambda: exchanged(False)
+    yield f"moe dispatch + fp8 experts + combine {shape}", "fi", lambda: exchanged(True)
+    exchange.destroy()
+
+
 def warm_up(seconds: float = 2.0) -> None:
     """Computes until the clocks are up: calls in the first seconds take 10 to 30 % longer (H200)."""
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
@@ -190,27 +272,36 @@ def warm_up(seconds: float = 2.0) -> None:
         torch.cuda.synchronize()
 
 
-def routines() -> Iterator[Routine]:
+def routines(dtypes: tuple[torch.dtype, ...], forms: bool, layers: bool) -> Iterator[Routine]:
     """Every case, in an order that is the same on all ranks."""
-    for tokens, hidden in _SIZES:
-        yield from _reductions(tokens, hidden)
+    for dtype in dtypes:
+        for tokens, hidden in _SIZES if dtype is not torch.bfloat16 else ():
+            yield from _sums(tokens, hidden, dtype, forms)
+    for tokens, hidden in _SIZES if torch.bfloat16 in dtypes else ():
+        yield from _reductions(tokens, hidden, forms)
         yield from _all_to_all(tokens, hidden)
         if tokens % dist.get_world_size() == 0:
             yield from _slices(tokens, hidden)
     for tokens in _MOE_TOKENS:
         yield from _experts(tokens)
+    for tokens in _LAYER_TOKENS if layers else ():
+        yield from _layer(tokens)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="fi_bench.collectives", description=__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names contain it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a row for each case and provider")
+    parser.add_argument("--dtypes", default="bfloat16", help="of all-reduce, comma separated")
+    parser.add_argument("--forms", action="store_true", help="also all-reduce in one shot and in two")
+    parser.add_argument("--layers", action="store_true", help="also layers of fp8 experts over the ranks")
     options = parser.parse_args()
+    dtypes = tuple(getattr(torch, name) for name in options.dtypes.split(","))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     warm_up()
     rows = []
-    for case, provider, call in routines():
+    for case, provider, call in routines(dtypes, options.forms, options.layers):
         if options.only not in case:
             continue
         row = {"case": case, "provider": provider, "ranks": dist.get_world_size(), "us": round(microseconds(call), 2)}

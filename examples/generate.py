@@ -5,7 +5,7 @@
 The model is transformers' own LlamaForCausalLM with the rotary embedding of Llama 3.1, small and with random weights,
 so nothing is downloaded. Its vocabulary is the 256 bytes: prompts are real text, answers are noise. Requests of
 different lengths arrive at different steps and share one KV cache that is too small for all of them. The engine is in
-`serving.py`. With `--tp 2` two processes, on two GPUs or on the CPU, have half of the weights each.
+`serving.py`. With `--tp N` 2, 4 or 8 processes, each on a GPU of its own or all on the CPU, share the weights.
 
 For greedy requests it checks:
 - The tokens equal those of transformers' generate() with eager attention, one request at a time. A request may diverge
@@ -62,7 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--batch-invariant", action="store_true", help="logits with the same bits whatever else is served; 16 bits"
     )
-    parser.add_argument("--tp", type=int, default=1, help="processes that share the model: 1 or 2")
+    parser.add_argument("--tp", type=int, default=1, help="processes that share the model: 1, 2, 4 or 8")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     if options.dtype is None:
@@ -71,8 +71,8 @@ def parse() -> argparse.Namespace:
         parser.error("--dtype: float16 or bfloat16 is required with --device cuda, which prefills on tensor cores")
     if options.batch_invariant and options.dtype == "float32":
         parser.error("--dtype: float16 or bfloat16 is required with --batch-invariant")
-    if options.tp not in (1, 2):  # the model has two key heads
-        parser.error(f"--tp: 1 or 2 is required; got {options.tp}")
+    if options.tp not in (1, 2, 4, 8):
+        parser.error(f"--tp: 1, 2, 4 or 8 is required; got {options.tp}")
     if options.device == "cuda" and torch.cuda.device_count() < options.tp:
         parser.error(f"--tp: {options.tp} GPUs are required; got {torch.cuda.device_count()}")
     return options
@@ -101,12 +101,14 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def model_of(device: str, dtype: torch.dtype) -> Any:
+def model_of(device: str, dtype: torch.dtype, ranks: int = 1) -> Any:
+    """The model; it has a key head for each rank."""
+    shape = SHAPE | {"num_key_value_heads": max(SHAPE["num_key_value_heads"], ranks)}
     # Kernels compile while transformers is imported and the weights are made.
-    fi_core.prepare(SHAPE | {"dtype": dtype}, device=device, page_size=PAGE_SIZE, wait=False)
+    fi_core.prepare(shape | {"dtype": dtype}, device=device, page_size=PAGE_SIZE, tp=ranks, wait=False)
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**SHAPE, attn_implementation="eager", dtype=dtype)
+    config = LlamaConfig(**shape, attn_implementation="eager", dtype=dtype)
     # The seed of 800 whose texts stay farthest from ties: the two largest logits differ by at least 0.013. Rounding to
     # float16 changes that difference by 0.006 (standard deviation, on a CPU).
     torch.manual_seed(82)
@@ -242,7 +244,7 @@ def report(result: dict[str, Any], requests: list[Request]) -> None:
 
 def run(options: argparse.Namespace, rank: int = 0) -> int:
     """Serves the requests; rank 0 compares and prints. Returns the exit code."""
-    reference = model_of(options.device, DTYPES[options.dtype])
+    reference = model_of(options.device, DTYPES[options.dtype], options.tp)
     workspace = None
     if options.tp > 1:
         workspace = comm.create_allreduce_fusion_workspace(

@@ -154,11 +154,16 @@ def test_generate(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multigpu])])
-def test_generate_on_two_ranks(device: str) -> None:
-    """Two processes with half of the weights each give the tokens of transformers, so those of one process."""
+def test_generate_on_several_ranks(device: str) -> None:
+    """Four processes, or one for each of 2, 4 or 8 GPUs, share the weights and give the tokens of transformers."""
     pytest.importorskip("transformers", reason="needs transformers, which `nox -s tests` installs")
-    said = json.loads(run("generate.py", "--device", device, "--tp", "2", "--json"))
-    assert said["tp"] == 2 and said["check"]["passed"] and said["repeatable"]
+    ranks = 4
+    if device == "cuda":
+        import torch
+
+        ranks = max(n for n in (2, 4, 8) if n <= torch.cuda.device_count())
+    said = json.loads(run("generate.py", "--device", device, "--tp", str(ranks), "--json"))
+    assert said["tp"] == ranks and said["check"]["passed"] and said["repeatable"]
     assert said["check"]["leave"] <= (1 if device == "cuda" else 0)
     assert said["check"]["leave"] or said["check"]["equal"] == said["check"]["tokens"] > 200
     assert any(name.startswith("all_reduce") for name in said["kernels"])

@@ -80,7 +80,17 @@ SEAMS = {
         "vllm/v1/attention/backends/gdn_attn.py": ("GDNAttentionMetadata",),
         "vllm/model_executor/layers/utils.py": ("default_unquantized_gemm",),
         "vllm/v1/sample/ops/topk_topp_sampler.py": ("flashinfer_sampler_supported", "flashinfer_sample"),
-        "vllm/model_executor/models/qwen3.py": ("Qwen3Attention.forward", "Qwen3Attention.forward()"),
+        "vllm/distributed/parallel_state.py": ("GroupCoordinator", "get_tp_group"),
+        "vllm/model_executor/layers/linear.py": ("RowParallelLinear.__init__", "RowParallelLinear.forward()"),
+        "vllm/model_executor/models/llama.py": (
+            "LlamaModel.__init__", "LlamaModel.forward()", "LlamaDecoderLayer.forward()",
+        ),
+        "vllm/model_executor/models/qwen2.py": (
+            "Qwen2Model.__init__", "Qwen2Model.forward()", "Qwen2DecoderLayer.forward()",
+        ),
+        "vllm/model_executor/models/qwen3.py": (
+            "Qwen3Attention.forward", "Qwen3Attention.forward()", "Qwen3DecoderLayer.forward()",
+        ),
         "vllm/model_executor/models/qwen3_moe.py": ("Qwen3MoeAttention.forward", "Qwen3MoeAttention.forward()"),
         "vllm/model_executor/layers/attention/mla_attention.py": (
             "QueryLenSupport", "MLACommonDecodeMetadata", "MLACommonMetadata", "MLACommonMetadataBuilder.__init__",

@@ -300,6 +300,7 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 def install(version: str, patch: pytest.MonkeyPatch) -> ModuleType:
     """Makes the stand-ins importable as vLLM of a version; returns fi's plugin, imported over them."""
     from engine_calls import fake_vllm_models as models  # which imports this
+    from engine_calls import fake_vllm_ranks as ranks
 
     _registered.clear()
     CustomOp.replaced.clear()
@@ -308,10 +309,11 @@ def install(version: str, patch: pytest.MonkeyPatch) -> ModuleType:
     vars(models.CONFIG).clear()
     vars(models.CONFIG).update(model_config=None, additional_config={})
     patch.setattr(importlib.metadata, "version", {"vllm": version}.__getitem__)
-    for name, contents in {**MODULES, **models.MODULES}.items():
+    for name, contents in {**MODULES, **models.MODULES, **ranks.MODULES}.items():
         module = ModuleType(name)
         vars(module).update(contents, __path__=[])
         patch.setitem(sys.modules, name, module)
+    vars(sys.modules["vllm.model_executor.layers.layernorm"])["RMSNorm"] = ranks.RMSNorm
     monitor = ModuleType(models.MONITORS[version.startswith("0.24")])
     vars(monitor).update(activate=models.activate_of(version))
     patch.setitem(sys.modules, monitor.__name__, monitor)

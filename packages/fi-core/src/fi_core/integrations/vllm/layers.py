@@ -16,7 +16,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.quantization import register_quantization_config
 
 import fi_core
-from fi_core.integrations.vllm import gdn, linear, moe, qk_norm, sampler
+from fi_core.integrations.vllm import gdn, linear, moe, qk_norm, reduced_norm, sampler
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,7 @@ def register() -> None:
     _replace(rotary.DeepseekScalingRotaryEmbedding, DeepseekRotary)
     qk_norm.register(Rotary)
     linear.register()
+    reduced_norm.register()
     sampler.register()
     gdn.register(_replace)
     for name, config in moe.register(_replace):

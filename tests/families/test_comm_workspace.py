@@ -46,6 +46,22 @@ def test_a_workspace_says_what_it_is() -> None:
         comm.create_allreduce_fusion_workspace(dtype=torch.float32, top_k=3, **sizes)
 
 
+def test_a_workspace_is_made_where_torch_makes_tensors_elsewhere() -> None:
+    """Engines make the layers of a model with a default device; what the host reads stays on it."""
+    with torch.device("meta"):
+        workspace = comm.create_allreduce_fusion_workspace(
+            max_token_num=8, hidden_dim=64, dtype=torch.float32, comm_backend=OneRank(), device=torch.device("cpu")
+        )
+        config, mapping = MnnvlConfig(comm_backend=OneRank()), comm.Mapping(1, 0, tp_size=1, moe_ep_size=1)
+        exchange = comm.MoeAlltoAll(
+            mapping, 8, 2, 4, hidden_size=64, mnnvl_config=config, device=torch.device("cpu"), timeout=20.0
+        )
+    x, chosen = torch.ones(2, 64), torch.zeros(2, 2, dtype=torch.int32)
+    assert torch.equal(comm.allreduce_fusion(x, workspace, 0), x)
+    [received] = exchange.dispatch(chosen, [x], 8)
+    assert torch.equal(received[0, :2], x)
+
+
 def test_the_size_of_what_merges_partial_attention() -> None:
     """The bytes that the allocation takes: they do not depend on the message, which takes more launches."""
     size = comm.decode_cp_a2a_lse_reduce_workspace_size

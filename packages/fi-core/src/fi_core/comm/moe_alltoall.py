@@ -328,7 +328,7 @@ def moe_a2a_initialize(
             f"ep_rank, ep_size: {found.rank} and {found.world_size} of the workspace are required; got {ep_rank} and "
             f"{ep_size}"
         )
-    return torch.tensor([workspace.numel(), ep_rank, ep_size, max_num_tokens], dtype=torch.int64)
+    return torch.tensor([workspace.numel(), ep_rank, ep_size, max_num_tokens], dtype=torch.int64, device="cpu")
 
 
 @fi_api

@@ -44,7 +44,7 @@ def moe_a2a_active_rank_mask(active_ranks: Sequence[int] | torch.Tensor, ep_size
     ranks = [int(rank) for rank in active_ranks]
     if not 1 <= ep_size <= 64 or any(not 0 <= rank < ep_size for rank in ranks):
         raise ValueError(f"active_ranks must be 0 to ep_size - 1, ep_size 1 to 64; got {ranks} and {ep_size}")
-    return torch.tensor([sum(1 << rank for rank in set(ranks))], dtype=torch.uint64)
+    return torch.tensor([sum(1 << rank for rank in set(ranks))], dtype=torch.uint64, device="cpu")
 
 
 def check_active_ranks(active_rank_mask: torch.Tensor | None, ep_size: int) -> None:

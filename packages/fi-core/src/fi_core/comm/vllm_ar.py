@@ -41,8 +41,8 @@ class _Handle:
                     f"is required; got {address:#x}"
                 )
         self.buffer = bytes_at(addresses[rank], vllm_meta_size(), device)
-        self.peers = torch.tensor(addresses, dtype=torch.int64)
-        self.status = torch.zeros(4, dtype=torch.int32, pin_memory=True)
+        self.peers = torch.tensor(addresses, dtype=torch.int64, device="cpu")
+        self.status = torch.zeros(4, dtype=torch.int32, device="cpu", pin_memory=True)
         if not is_shared(addresses):
             fill_empty(self.buffer)
 

@@ -126,8 +126,8 @@ class CommWorkspace:
                 f"required, which the system does not give ({error})"
             ) from error
         self.buffer = self.memory.tensor()
-        peers = torch.tensor(self.memory.pointers, dtype=torch.int64)
-        status = torch.zeros(4, dtype=torch.int32, pin_memory=device.type == "cuda")
+        peers = torch.tensor(self.memory.pointers, dtype=torch.int64, device="cpu")
+        status = torch.zeros(4, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         # The arguments that every collective has.
         self.shared: dict[str, Any] = {
             "workspace": self.buffer,

@@ -212,7 +212,7 @@ class PlannedWrapper(PlanState):
         """A pinned mirror of the int workspace, for engines. It is allocated when read: `plan` does not use it."""
         if self._pinned is None:
             own = self._int_workspace_buffer
-            self._pinned = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
+            self._pinned = torch.empty(own.shape, dtype=own.dtype, device="cpu", pin_memory=own.is_cuda)
         return self._pinned
 
     def _change(self, **fields: Any) -> Any:

@@ -19,14 +19,11 @@ def byte_bounds(elements: torch.Tensor) -> torch.Tensor:
 def check_packed(packed: torch.Tensor, bounds: torch.Tensor) -> None:
     """Raises ValueError unless a packed mask is flat bytes, as many as its bounds require if those are on the host."""
     if packed.ndim != 1 or packed.dtype is not torch.uint8:
-        raise ValueError(
-            f"packed_custom_mask: flat uint8 is required; got {packed.dtype} of shape {tuple(packed.shape)}"
-        )
+        got = f"{packed.dtype} of shape {tuple(packed.shape)}"
+        raise ValueError(f"packed_custom_mask: flat uint8 is required; got {got}")
     if bounds.device.type == "cpu" and len(packed) != int(bounds[-1]):
-        raise ValueError(
-            f"packed_custom_mask: {int(bounds[-1])} bytes are required, the sum of ceil(qo_len * kv_len / 8); "
-            f"got {len(packed)}"
-        )
+        required = f"{int(bounds[-1])} bytes are required, the sum of ceil(qo_len * kv_len / 8)"
+        raise ValueError(f"packed_custom_mask: {required}; got {len(packed)}")
 
 
 def pack(mask: torch.Tensor, elements: torch.Tensor, buffer: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,10 +36,8 @@ def pack(mask: torch.Tensor, elements: torch.Tensor, buffer: torch.Tensor | None
     bounds = byte_bounds(elements)
     if elements.device.type == "cpu":
         if elements[-1] != mask.numel():
-            raise ValueError(
-                f"custom_mask: {int(elements[-1])} elements are required, the sum of qo_len * kv_len; "
-                f"got {mask.numel()}"
-            )
+            required = f"{int(elements[-1])} elements are required, the sum of qo_len * kv_len"
+            raise ValueError(f"custom_mask: {required}; got {mask.numel()}")
         size = int(bounds[-1])
     else:
         size = mask.numel() // 8 + len(elements) - 1

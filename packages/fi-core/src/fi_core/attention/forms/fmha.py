@@ -42,10 +42,8 @@ def _split(qkv: Any, input_layout: str) -> tuple[torch.Tensor, torch.Tensor, tor
         q, cache = _members(qkv, "q, kv_cache")
         k, v = _unpack_paged_kv_cache(cache, input_layout[-3:])
         return q, k, v, int(input_layout.endswith("HND"))
-    raise ValueError(
-        "input_layout: allowed are PACKED_QKV, CONTIGUOUS_Q_KV, Q_PAGED_KV_NHD, Q_PAGED_KV_HND, SEPARATE_Q_K_V; "
-        f"got {input_layout!r}"
-    )
+    allowed = "PACKED_QKV, CONTIGUOUS_Q_KV, Q_PAGED_KV_NHD, Q_PAGED_KV_HND, SEPARATE_Q_K_V"
+    raise ValueError(f"input_layout: allowed are {allowed}; got {input_layout!r}")
 
 
 def _chunks(
@@ -66,10 +64,9 @@ def _chunks(
         begins = torch.arange(batch_size + 1, dtype=torch.int32, device=qo_indptr.device) * tables["pages_per_request"]
         kv_len = tables["kv_len"].clamp(max=most_keys)
     if len(qo_indptr) != batch_size + 1 or len(begins) != batch_size + 1 or len(kv_len) != batch_size:
-        raise ValueError(
-            f"cum_seq_lens_q, cum_seq_lens_kv and seq_lens: batch_size + 1 = {batch_size + 1} offsets and "
-            f"{batch_size} lengths are required; got {len(qo_indptr)}, {len(begins)} and {len(kv_len)}"
-        )
+        required = f"batch_size + 1 = {batch_size + 1} offsets and {batch_size} lengths are required"
+        got = f"{len(qo_indptr)}, {len(begins)} and {len(kv_len)}"
+        raise ValueError(f"cum_seq_lens_q, cum_seq_lens_kv and seq_lens: {required}; got {got}")
     most = max(max_q_len + size - 2, 0) // size + 1
     qo_len, begin = qo_indptr.diff(), begins[:-1, None]  # first key or page of each request
     position = kv_len - qo_len  # of the first row; below 0 rows see nothing
@@ -95,9 +92,8 @@ def _table_of_both(block_tables: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
             f"{v.data_ptr() - k.data_ptr()} bytes after k_cache; pass [batch_size, max_pages]"
         )
     if (env.check or (env.check is None and not k.is_cuda)) and not (block_tables[:, 1] - pages == apart).all():
-        raise ValueError(
-            f"block_tables: a page of V must be its page of K + {apart}, the distance of the caches in pages"
-        )
+        required = f"its page of K + {apart}, the distance of the caches in pages"
+        raise ValueError(f"block_tables: a page of V must be {required}")
     return pages
 
 

@@ -66,10 +66,9 @@ def _attend(c: _Call, q_len: int, qo_indptr: torch.Tensor | None = None) -> None
         raise ValueError(f"query: a multiple of the cache's {kv_heads} heads is required; got {q.shape[1]}")
     if mask is not None:
         if mask.ndim not in (2, 3) or not mask.is_contiguous() or mask.numel() % max(1, q.shape[0]):
-            raise ValueError(
-                f"mask: uint16 [batch_size, q_len_per_req, words] is required, contiguous, for {q.shape[0]} rows; got "
-                f"{tuple(mask.shape)} of {mask.dtype} with strides {mask.stride()}"
-            )
+            required = f"uint16 [batch_size, q_len_per_req, words] is required, contiguous, for {q.shape[0]} rows"
+            got = f"{tuple(mask.shape)} of {mask.dtype} with strides {mask.stride()}"
+            raise ValueError(f"mask: {required}; got {got}")
         mask = mask.view(torch.uint8)
         mask = mask if mask.ndim == 2 else mask.view(q.shape[0], -1)
     facts = facts_of(q, k, v, c.out.dtype, kv_heads, page_size, split_tables=v_table_offset != 0)
@@ -129,9 +128,8 @@ def _attend_heads(c: _Call, q_len: int) -> None:
     cache, tables, lengths = pages_of_heads(c.cache, layout, c.block_tables, c.seq_lens)
     heads, batch_size = c.block_tables.shape[:2]
     if c.q.ndim != 3 or c.q.shape[0] != batch_size * q_len or c.q.shape[1] % heads:
-        raise ValueError(
-            f"query: [{batch_size * q_len}, a multiple of {heads}, head_dim] is required; got {tuple(c.q.shape)}"
-        )
+        shape = f"[{batch_size * q_len}, a multiple of {heads}, head_dim]"
+        raise ValueError(f"query: {shape} is required; got {tuple(c.q.shape)}")
 
     def by_head(x: torch.Tensor) -> torch.Tensor:
         """Rows of request, kv head and token, each with the query heads of the kv head."""
@@ -394,10 +392,8 @@ def xqa(
     code(LAYOUTS, kv_layout, "kv_layout")
     tokens, heads = (1, 2) if kv_layout == "NHD" else (2, 1)
     if k_cache.ndim != 4 or (k_cache.shape[tokens], k_cache.shape[heads]) != (page_size, num_kv_heads):
-        raise ValueError(
-            f"k_cache: pages of page_size = {page_size} tokens and num_kv_heads = {num_kv_heads} ({kv_layout}) are "
-            f"required; got shape {tuple(k_cache.shape)}"
-        )
+        pages = f"pages of page_size = {page_size} tokens and num_kv_heads = {num_kv_heads} ({kv_layout})"
+        raise ValueError(f"k_cache: {pages} are required; got shape {tuple(k_cache.shape)}")
     check_shape_dtype_device(output, (*q.shape[:-1], row_elements(v_cache)), None, q.device, "output")
     out = viewed("output", output, -1, q.shape[-2], row_elements(v_cache))
     query = viewed("q", q, -1, *q.shape[-2:])

@@ -52,10 +52,8 @@ def _scale(value: Scale, name: str) -> tuple[float, torch.Tensor | None]:
     if not isinstance(value, torch.Tensor):
         return number(value, name), None
     if value.numel() != 1 or value.dtype is not torch.float32:
-        raise ValueError(
-            f"{name}: a number or a fp32 tensor of one element is required; got {value.dtype}, shape "
-            f"{tuple(value.shape)}"
-        )
+        got = f"{value.dtype}, shape {tuple(value.shape)}"
+        raise ValueError(f"{name}: a number or a fp32 tensor of one element is required; got {got}")
     return 1.0, value.reshape(1)
 
 
@@ -80,10 +78,8 @@ def _context(
     if sparse:
         raise ValueError("enable_dcp: False is required with sparse_mla_top_k; give each rank its own slots")
     if causal and lens is None:
-        raise ValueError(
-            "causal_seqlens_kv_global: int32 [batch_size], tokens on all ranks, is required with enable_dcp and "
-            "several query tokens; got None"
-        )
+        required = "int32 [batch_size], tokens on all ranks, is required with enable_dcp and several query tokens"
+        raise ValueError(f"causal_seqlens_kv_global: {required}; got None")
     return lens
 
 
@@ -236,10 +232,8 @@ def dense_tables(
 def sparse_tables(block_tables: torch.Tensor, top_k: int, lens: torch.Tensor | None, tokens: int) -> Tables:
     """The tables of sparse attention, in which each query token is a request of its own."""
     if block_tables.shape[-1] != top_k or block_tables.numel() != tokens * top_k or not block_tables.is_contiguous():
-        raise ValueError(
-            f"block_tables: contiguous indices of {tokens} query tokens times sparse_mla_top_k {top_k} are required; "
-            f"got {tuple(block_tables.shape)}"
-        )
+        required = f"contiguous indices of {tokens} query tokens times sparse_mla_top_k {top_k} are required"
+        raise ValueError(f"block_tables: {required}; got {tuple(block_tables.shape)}")
     if lens is not None and lens.numel() != tokens:
         raise ValueError(f"sparse_mla_top_k_lens: {tokens} lengths are required; got {lens.numel()}")
     return Tables(block_tables.view(-1), top_k, None if lens is None else lens.view(-1), None, 1)

@@ -102,10 +102,8 @@ def attend_tables(
     pages, pitch, v_table_offset = contract.page_tables(block_tables, shared_table)
     batch_size = block_tables.shape[0]
     if seq_lens.numel() != batch_size or qo_indptr.numel() != batch_size + 1:
-        raise ValueError(
-            f"block_tables: one row, and one of seq_lens, for each of the {qo_indptr.numel() - 1} requests is "
-            f"required; got {batch_size} and {seq_lens.numel()}"
-        )
+        required = f"one row, and one of seq_lens, for each of the {qo_indptr.numel() - 1} requests is required"
+        raise ValueError(f"block_tables: {required}; got {batch_size} and {seq_lens.numel()}")
     attend_once(
         out, lse, query, k, v, layout, batch_size, qo_indptr=int32_index(qo_indptr),
         kv_len=int32_index(viewed("seq_lens", seq_lens, -1)), page_indices=pages, pages_per_request=pitch,
@@ -188,9 +186,8 @@ def trtllm_batch_context_with_kv_cache(
     scales = contract.bmm_scales(bmm1_scale, bmm2_scale, contract.scales_of(kv_cache_sf, kv_layout))
     result, lse = results(query, (*query.shape[:2], row_elements(cache[1])), out, lse, return_lse, out_dtype)
     if len(cum_seq_lens_q) != batch_size + 1:
-        raise ValueError(
-            f"cum_seq_lens_q: batch_size + 1 = {batch_size + 1} elements are required; got {len(cum_seq_lens_q)}"
-        )
+        required = f"batch_size + 1 = {batch_size + 1} elements are required"
+        raise ValueError(f"cum_seq_lens_q: {required}; got {len(cum_seq_lens_q)}")
     attend_tables(
         result, lse, query, cache, kv_layout, block_tables, seq_lens, cum_seq_lens_q, uses_shared_paged_kv_idx,
         causal=causal, window_left=window_left, sinks=sinks, enable_pdl=enable_pdl, soft_cap=logits_soft_cap,

@@ -367,9 +367,8 @@ def check_types(q_type: torch.dtype, kv_type: torch.dtype) -> None:
     if q_type not in (torch.float16, torch.bfloat16):
         raise ValueError(f"q_data_type: torch.float16 or torch.bfloat16 is required; got {q_type}")
     if kv_type not in (torch.float16, torch.bfloat16, torch.float8_e4m3fn):
-        raise ValueError(
-            f"kv_data_type: torch.float16, torch.bfloat16 or torch.float8_e4m3fn is required; got {kv_type}"
-        )
+        required = "torch.float16, torch.bfloat16 or torch.float8_e4m3fn is required"
+        raise ValueError(f"kv_data_type: {required}; got {kv_type}")
     if kv_type is torch.float8_e4m3fn and q_type is not torch.bfloat16:
         raise ValueError(f"q_data_type: torch.bfloat16 is required with a float8_e4m3fn cache; got {q_type}")
     if kv_type is not torch.float8_e4m3fn and kv_type is not q_type:
@@ -405,9 +404,8 @@ def _scales(plan: MlaPlan, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any) -
         return 1.0, 1.0
     if (ckv_scale is None) == (ckv_scale_arr is None):
         came = "neither" if ckv_scale is None else "both"
-        raise ValueError(
-            f"Exactly one of ckv_scale or ckv_scale_arr is required with a float8_e4m3fn cache; got {came}"
-        )
+        required = "Exactly one of ckv_scale or ckv_scale_arr is required with a float8_e4m3fn cache"
+        raise ValueError(f"{required}; got {came}")
     ckv = 1.0 if ckv_scale is None else _scale(ckv_scale, "ckv_scale")
     return ckv, _scale(kpe_scale, "kpe_scale") if plan.head_dim_kpe else ckv
 

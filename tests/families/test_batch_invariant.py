@@ -119,6 +119,33 @@ def test_the_judge_finds_a_split_by_the_batch() -> None:
         assert Requests("planted", drawn, planted).differences(1, "cpu") != []
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [4, 8])
+def test_chunks_of_long_requests_are_merged_alike_by_all_who_may_end_them(kv_heads: int) -> None:
+    """Alone all warps of a CTA merge, in a batch mostly the warp behind those that multiply. LSEs show each bit."""
+    rng, page, heads, dim, batch = Random(7), 16, 32, 128, 80
+    lengths = [rng.randint(3000, 30000) if n < 4 else rng.randint(2000, 9000) for n in range(batch)]
+    pages = [-(-length // page) for length in lengths]
+    first = [sum(pages[:n]) for n in range(batch + 1)]
+    torch.manual_seed(1)
+    cache = torch.empty(first[-1], 2, page, kv_heads, dim, device="cuda", dtype=torch.bfloat16).normal_()
+    q = torch.randn(batch, heads, dim, device="cuda").bfloat16()
+    wrapper = fi_core.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 30, dtype=torch.uint8, device="cuda"))
+
+    def run(a: int, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+        indptr = torch.tensor([x - first[a] for x in first[a : b + 1]], dtype=torch.int32, device="cuda")
+        last = torch.tensor([(n - 1) % page + 1 for n in lengths[a:b]], dtype=torch.int32, device="cuda")
+        ids = torch.arange(first[a], first[b], dtype=torch.int32, device="cuda")
+        wrapper.plan(indptr, ids, last, heads, kv_heads, dim, page, q_data_type=torch.bfloat16)
+        return wrapper.run(q[a:b], cache, return_lse=True)
+
+    with fi_core.batch_invariant():
+        out, lse = run(0, batch)
+        for n in range(batch):
+            alone, lse_alone = run(n, n + 1)
+            assert torch.equal(lse_alone[0], lse[n]) and torch.equal(alone[0], out[n]), (n, lengths[n])
+
+
 def test_biases_that_count_rows_of_a_call_are_refused() -> None:
     with fi_core.batch_invariant(), pytest.raises(UnsupportedError, match="no ALIBI inside of"):
         prefill([attended(Random(1), "cpu", 9)], Random(1), "cpu", pos_encoding_mode="ALIBI")

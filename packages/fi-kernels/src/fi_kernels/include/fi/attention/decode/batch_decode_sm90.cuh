@@ -432,7 +432,7 @@ struct DecodeTmaKernel {
       const DecodeWorkTile& s = shared.work_tiles[at.stage];
       if (s.q_tile < 0 || is_last(count)) return;
       shared.output_pipeline.wait(PipelineState::consumer_at<1>(static_cast<unsigned>(count)));
-      EpilogueThreads<kDirect> threads{lane, 32, 2, &shared.last[1]};
+      EpilogueThreads<kDirect, kChunkLoads> threads{lane, 32, 2, &shared.last[1]};
       complete(DecodeEpilogue(params, s, kDim), threads, [&] { shared.output_pipeline.release(0); });
       shared.work_pipeline.release(at.stage);
     }

@@ -7,7 +7,7 @@ namespace fi {
 
 // `full` takes one arrival per phase. buffer: rows of several partials; totals: the softmax states of the merged rows.
 template <int kMaxDirect, int kThreads>
-struct BulkEpilogueThreads : EpilogueThreads<kMaxDirect> {
+struct BulkEpilogueThreads : EpilogueThreads<kMaxDirect, kChunkLoads> {
   Barrier& full;
   float2* totals;
   char* buffer;
@@ -20,7 +20,7 @@ struct BulkEpilogueThreads : EpilogueThreads<kMaxDirect> {
 
   FI_DEVICE BulkEpilogueThreads(int thread, int barrier, int* last, Barrier& full, float2* totals, char* buffer,
                                 int buffer_bytes)
-      : EpilogueThreads<kMaxDirect>{thread, kThreads, barrier, last},
+      : EpilogueThreads<kMaxDirect, kChunkLoads>{thread, kThreads, barrier, last},
         full(full),
         totals(totals),
         buffer(buffer),
@@ -28,14 +28,17 @@ struct BulkEpilogueThreads : EpilogueThreads<kMaxDirect> {
 
   template <class Take>
   FI_DEVICE void merge(const DecodeEpilogue& epilogue, const SplitRange& from, Take&& take) {
-    if (from.count <= kMaxGlobalSplits) return EpilogueThreads<kMaxDirect>::merge(epilogue, from, take);
+    if (from.count <= kMaxGlobalSplits) return EpilogueThreads<kMaxDirect, kChunkLoads>::merge(epilogue, from, take);
     const int at_once = min(epilogue.rows, (buffer_bytes / from.count - kStates) / (epilogue.dim * 4));
     pitch = kStates + at_once * epilogue.dim * 4;
 #pragma unroll 1
     for (int row = 0; row < epilogue.rows; row += at_once) {
       const int count = min(at_once, epilogue.rows - row);
       load(epilogue, from, row, count);
-      epilogue.for_each_float4(*this, row, count, [&](int r, int x) { take(r, x, merged(epilogue, from, r, row, x)); });
+      epilogue.for_each_float4(*this, row, count, [&](int r, int x) {
+        take(r, x,
+             epilogue.s.has_chunks() ? merged_in_order(epilogue, from, r, row, x) : merged(epilogue, from, r, row, x));
+      });
       this->sync();
     }
   }
@@ -65,7 +68,28 @@ struct BulkEpilogueThreads : EpilogueThreads<kMaxDirect> {
     }
     full.wait(phase);
     phase ^= 1;
-    if (row == 0) compute_factors(epilogue, from, lane, warp);
+    if (row == 0 && !epilogue.s.has_chunks()) compute_factors(epilogue, from, lane, warp);
+  }
+
+  // As an epilogue warp merges splits from global memory: chunks are merged by whoever arrives last.
+  FI_DEVICE PartialOutput merged_in_order(const DecodeEpilogue& epilogue, const SplitRange& from, int r, int row,
+                                          int x) const {
+    constexpr int kUnroll = kChunkLoads;
+    const char* at = buffer + kStates + ((r - row) * epilogue.dim + x) * 4;
+    PartialOutput sum{kMinusInf, 0.f, make_float4(0.f, 0.f, 0.f, 0.f)};
+#pragma unroll 1
+    for (int first = 0; first < from.count; first += kUnroll) {
+      float2 state[kUnroll];
+      float4 value[kUnroll];
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        const int split = min(first + i, from.count - 1);  // the last one a second time, unused
+        state[i] = states(split)[r];
+        value[i] = *reinterpret_cast<const float4*>(at + split * pitch);
+      }
+      DecodeEpilogue::add_splits(sum, state, value, from.count - first);
+    }
+    return sum;
   }
 
   FI_DEVICE PartialOutput merged(const DecodeEpilogue& epilogue, const SplitRange& from, int r, int row, int x) const {

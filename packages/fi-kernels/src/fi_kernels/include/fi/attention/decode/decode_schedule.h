@@ -114,6 +114,7 @@ struct DecodeWorkTile {
       partial_stride;  // index of the partial of split 1 less the stride, and the stride (see partial_of)
 
   FI_HOST_DEVICE bool is_whole() const { return num_splits == 1; }
+  FI_HOST_DEVICE bool has_chunks() const { return partial_stride == 1; }  // splits are chunks
   FI_HOST_DEVICE int32_t partial_of(int32_t i) const {
     return i ? first_partial + partial_stride * i : first_partial + partial_stride - 1;
   }

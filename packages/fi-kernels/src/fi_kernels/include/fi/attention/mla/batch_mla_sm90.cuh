@@ -289,19 +289,31 @@ struct MlaWgmmaKernel {
   FI_DEVICE bool exchanges() const { return Producer{params, shared}.exchanges(); }
   FI_DEVICE void release(int stage, int part) const { Producer{params, shared}.release(stage, part); }
 
-  // Adds the state of the chunks before to that of a row, `place` of the q tile, from a column on: this thread's part.
-  FI_DEVICE void fold(const MlaWork& s, float (&o)[128], float& row_max, float& row_sum, int place, int h,
-                      int column) const {
-    const float2 before = __ldcg(reinterpret_cast<const float2*>(params.partial_states(s.partial())) + place);
-    const auto fold = mla_fold<CudaMath>(before.x, before.y, row_max, row_sum);
-    row_max = fold.row_max, row_sum = fold.row_sum;
-    const float* from = params.partial_output(s.partial()) + static_cast<int64_t>(place) * kMlaLatent + column;
+  // Where a consumer thread keeps four outputs of each block of 8 columns until the next chunk: as registers have them,
+  // so that a warp stores and loads whole lines. first: the CTA's first row of the q tile.
+  FI_DEVICE float4* kept(const MlaWork& s, int first, int group, int thread) const {
+    return reinterpret_cast<float4*>(params.partial_output(s.partial()) + static_cast<int64_t>(first) * kMlaLatent) +
+           group * kWarpgroup + thread;
+  }
+  static constexpr int kKeptStep = 2 * kWarpgroup;
+
+  // Adds the state of the chunks before to that of two rows, `place` of the q tile and 8 behind: this thread's part.
+  FI_DEVICE void fold(const MlaWork& s, float (&o)[128], Rows& rows, float (&total)[2], int place,
+                      const float4* from) const {
+    MlaFold folds[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float2 before = __ldcg(reinterpret_cast<const float2*>(params.partial_states(s.partial())) + place + 8 * h);
+      folds[h] = mla_fold<CudaMath>(before.x, before.y, rows.row_max[h], total[h]);
+      rows.row_max[h] = folds[h].row_max, total[h] = folds[h].row_sum;
+    }
 #pragma unroll
     for (int block = 0; block < 32; ++block) {
-      const float2 x = __ldcg(reinterpret_cast<const float2*>(from + block * 8));
-      float* pair = o + block * 4 + 2 * h;
-      pair[0] = fold.value(x.x, pair[0]), pair[1] = fold.value(x.y, pair[1]);
-      if (block % 8 == 7) asm volatile("" ::: "memory");  // more loads in flight spill
+      const float4 x = __ldcg(from + block * kKeptStep);
+      float* of_block = o + block * 4;
+      of_block[0] = folds[0].value(x.x, of_block[0]), of_block[1] = folds[0].value(x.y, of_block[1]);
+      of_block[2] = folds[1].value(x.z, of_block[2]), of_block[3] = folds[1].value(x.w, of_block[3]);
+      if (block % 4 == 3) asm volatile("" ::: "memory");  // more loads in flight spill
     }
   }
 
@@ -322,13 +334,26 @@ struct MlaWgmmaKernel {
 #pragma unroll
     for (int h = 0; h < 2; ++h) total[h] = shared.row_sum[0][row + 8 * h] + shared.row_sum[1][row + 8 * h];
     barrier_sync(3, 2 * kWarpgroup);
-    if constexpr (kMlaFixedSplits)
+    if constexpr (kMlaFixedSplits) {
+      const int first = row0 - s.q_tile * params.tile_rows;
       if (s.folds()) {
-        const int place = row0 - s.q_tile * params.tile_rows + row;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) fold(s, o, rows.row_max[h], total[h], place + 8 * h, h, group * 256 + lane % 4 * 2);
-        barrier_sync(3, 2 * kWarpgroup);  // all threads have read the states
+        fold(s, o, rows, total, first + row, kept(s, first, group, thread));
+        barrier_sync(3, 2 * kWarpgroup);  // all threads have read what was kept
       }
+      if (s.keeps()) {
+        float4* to = kept(s, first, group, thread);
+#pragma unroll
+        for (int block = 0; block < 32; ++block)
+          __stcg(to + block * kKeptStep,
+                 make_float4(o[block * 4], o[block * 4 + 1], o[block * 4 + 2], o[block * 4 + 3]));
+        if (group == 0 && lane % 4 == 0)
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            reinterpret_cast<float2*>(params.partial_states(s.partial()))[first + row + 8 * h] =
+                make_float2(rows.row_max[h], total[h]);
+        return;
+      }
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = row0 + row + 8 * h;

@@ -103,6 +103,7 @@ struct MlaWorkTile {
   FI_HOST_DEVICE bool is_whole() const { return num_splits == 1; }  // its CTA writes the output
   FI_HOST_DEVICE bool begins() const { return true; }               // its queries are to be loaded
   FI_HOST_DEVICE bool folds() const { return false; }               // behind the state in its slot
+  FI_HOST_DEVICE bool keeps() const { return false; }
   FI_HOST_DEVICE bool merges() const { return !is_whole(); }
   FI_HOST_DEVICE int32_t first_partial() const { return mla_partial(leader, 0); }
   // Where this split stores its own.
@@ -117,6 +118,7 @@ struct MlaChunk : MlaWorkTile {
   FI_HOST_DEVICE bool is_whole() const { return num_splits == 1 && is_last; }
   FI_HOST_DEVICE bool begins() const { return is_first; }
   FI_HOST_DEVICE bool folds() const { return split == 0 && !is_first; }
+  FI_HOST_DEVICE bool keeps() const { return split == 0 && !is_last; }  // for the next chunk of the same CTA
   FI_HOST_DEVICE bool merges() const { return num_splits > 1 && is_last; }
   FI_HOST_DEVICE int32_t first_partial() const { return base; }
   // The range that begins an item has one slot for all its chunks.

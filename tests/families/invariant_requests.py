@@ -167,10 +167,10 @@ def tables_prefill(requests: Sequence[Tensors], rng: Random, device: str) -> lis
     return [[own] for own in split(out, requests)]
 
 
-def latent(rng: Random, device: str, most_queries: int = 5) -> Tensors:
+def latent(rng: Random, device: str, heads: int = 16, most_queries: int = 5) -> Tensors:
     kv_len = rng.choice(LENGTHS)
     rows = rng.randint(1, min(kv_len, most_queries))
-    return {"q": normal(rng, device, rows, 16, 512), "q_pe": normal(rng, device, rows, 16, 64),
+    return {"q": normal(rng, device, rows, heads, 512), "q_pe": normal(rng, device, rows, heads, 64),
             "ckv": normal(rng, device, kv_len, 512), "kpe": normal(rng, device, kv_len, 64)}  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def mla(requests: Sequence[Tensors], rng: Random, device: str) -> list[list[torc
         offsets([len(r["q"]) for r in requests], device), offsets([len(t) for t in tables], device),
         joined(tables, device),
         torch.tensor([len(r["ckv"]) for r in requests], dtype=torch.int32, device=device),
-        16, 512, 64, page_size, True, 0.07, torch.bfloat16, torch.bfloat16,
+        requests[0]["q"].shape[1], 512, 64, page_size, True, 0.07, torch.bfloat16, torch.bfloat16,
     )  # fmt: skip
     q, q_pe = (torch.cat([r[name] for r in requests]) for name in ("q", "q_pe"))
     out, lse = ran(rng, device, lambda: wrapper.run(q, q_pe, ckv, kpe, return_lse=True))
@@ -384,6 +384,7 @@ REQUESTS = [
         cut_attention,
     ),
     Requests("BatchMLAPagedAttentionWrapper", latent, mla, cut_latent),
+    Requests("BatchMLAPagedAttentionWrapper, 40 heads", functools.partial(latent, heads=40), mla, cut_latent),
     Requests("trtllm_batch_decode_with_kv_cache_mla", latent, tables_mla, cut_latent),
     Requests("chunk_gated_delta_rule", recurrent, delta_rule, names=("q", "k", "v", "g", "beta")),
     Requests("ssd_combined_fwd", spaces, state_spaces, names=("x", "dt", "B", "C")),

@@ -85,6 +85,22 @@ def test_fixed_splits_have_one_kernel_for_any_heads(mla: Mla) -> None:
             assert attention(mla(heads, 64, implementation, fixed_splits=True))["name"] == name
 
 
+@pytest.mark.parametrize(("page_size", "box"), [(1, 1), (8, 8), (24, 8), (64, 64), (128, 64)])
+def test_fine_splits_copy_boxes_within_a_page(mla: Mla, page_size: int, box: int) -> None:
+    calls = mla(16, page_size, "narrow_sm90", fixed_splits=True, fine_splits=True)
+    launch = attention(calls)
+    assert launch["name"] == "batch_mla_fine" and launch["grid"] == [RANGES, 1, 1]
+    p = parameters(launch, "BatchMlaParams")
+    assert (p["tile_rows"], p["cluster"], p["schedule"], p["box"]) == (16, 1, SCHEDULE, box)
+    maps = {c["address"]: c["dimensions"] for c in calls if c["call"] == "tensor_map"}
+    assert [dimension[2] for dimension in maps[CKV]] == [64, box, 1]
+
+
+def test_fine_splits_have_a_kernel_where_the_cache_has_no_page(mla: Mla) -> None:
+    launch = attention(mla(16, 64, "narrow_sm90", 0, fixed_splits=True, fine_splits=True))
+    assert launch["name"] == "batch_mla_fine"
+
+
 @pytest.mark.parametrize("change", [{"page_size": 32}, {"page_size": 64, "pages": 0}])
 def test_tma_needs_whole_tiles_in_a_page(mla: Mla, change: dict[str, int]) -> None:
     assert attention(mla(64, implementation="wgmma_sm90", **change))["name"] == "batch_mla_wgmma_gather"

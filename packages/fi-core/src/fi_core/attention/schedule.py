@@ -248,6 +248,7 @@ class MlaPlan(Plan):
     num_heads: int = 0
     page_size: int = 1
     fixed_splits: bool = False
+    fine_splits: bool = False
     enable_pdl: bool | None = None
     backend: str = "auto"
     # Of the batch

@@ -165,25 +165,25 @@ def trtllm_batch_decode_with_kv_cache_mla(
     q, q_len = _rows(query, cum_seq_lens_q is not None)
     shape, sparse = (*query.shape[:-1], ops.LATENT), sparse_mla_top_k > 0
     out, lse = results(query, shape, out, lse, return_lse, query.dtype, q.shape[:2])
-    causal = not sparse and q_len != 1
+    causal, kernels = not sparse and q_len != 1, backend if backend in ("fa2", "fa3") else "auto"
     context = _context(enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, sparse, causal)
     cache = latent_cache("kv_cache", kv_cache.squeeze(1) if kv_cache.ndim == 4 else kv_cache, query, sparse)
     if sparse:
         tables = sparse_tables(cache.placed(block_tables), sparse_mla_top_k, sparse_mla_top_k_lens, q.shape[0])
     else:
         tables = dense_tables(block_tables, seq_lens, cum_seq_lens_q, q_len, len(query))
-    grid, schedule, partials = plan_in(workspace_buffer, 1 if sparse else cache.ckv.shape[1], q, tables, context)
+    fine = is_on() and ops.fine_splits(q.device, q.shape[1], not sparse, cache.ckv.dtype, kernels)
+    grid, schedule, partials = plan_in(workspace_buffer, 1 if sparse else cache.ckv.shape[1], q, tables, context, fine)
     scale, score_scale = _scale(bmm1_scale, "bmm1_scale")
     value_scale, out_scale = _scale(bmm2_scale, "bmm2_scale")
     if not value_scale > 0:
         raise ValueError(f"bmm2_scale: a positive number is required; got {value_scale!r}")
     ops.batch_mla(
         out.flatten(0, 1) if out.ndim == 4 else out, lse, partials, schedule, q[..., : ops.LATENT],
-        q[..., ops.LATENT :], cache.ckv, cache.kpe, tables.table, tables.batch_size(q), **grid,
+        q[..., ops.LATENT :], cache.ckv, cache.kpe, tables.table, tables.batch_size(q), **grid, backend=kernels,
         sm_scale=scale / value_scale, causal=causal, ckv_scale=value_scale, kpe_scale=value_scale,
         ckv_scales=cache.scales, lse_base_e=_LSE_BASES[return_lse_base], sparse=sparse, sinks=_sinks(sinks),
         score_scale=score_scale, out_scale=out_scale, cp_world=cp_world, cp_rank=cp_rank, enable_pdl=enable_pdl,
-        backend=backend if backend in ("fa2", "fa3") else "auto",
     )  # fmt: skip
     return (out, lse) if return_lse and lse is not None else out
 
@@ -240,9 +240,9 @@ def sparse_tables(block_tables: torch.Tensor, top_k: int, lens: torch.Tensor | N
 
 
 def plan_in(
-    workspace: torch.Tensor, page_size: int, q: torch.Tensor, tables: Tables, context: torch.Tensor | None = None
+    workspace: torch.Tensor, page_size: int, q: torch.Tensor, tables: Tables, context: Any = None, fine: bool = False
 ) -> tuple[dict[str, int], torch.Tensor, torch.Tensor]:
-    """The grid and its splits, the schedules, planned where the workspace begins, and the partials behind them."""
+    """The grid and its splits (fine: fixed ones), the schedules where the workspace begins, and partials."""
     check_workspace(workspace, "workspace_buffer")
     flat, heads, batch_size = workspace.view(torch.uint8).view(-1), q.shape[1], tables.batch_size(q)
     first = round_up(4 * ops.words_of(ops.sizes(workspace.device, heads), batch_size), 256)
@@ -254,6 +254,6 @@ def plan_in(
         schedule, tables.lengths, page_size, heads, size.max_ranges, size.narrow_ranges, size.wide_ranges,
         ops.NARROW_ROWS, ops.WIDE_ROWS * size.cluster, qo_indptr=tables.indptr, pages_per_request=tables.width,
         qo_len=tables.q_len, context_lens=context, batch_size=batch_size, fixed_splits=fixed_splits,
-        workspace_floats=partials.numel(),
+        workspace_floats=partials.numel(), fine_splits=fine,
     )  # fmt: skip
-    return {**size._asdict(), "fixed_splits": fixed_splits}, schedule, partials
+    return {**size._asdict(), "fixed_splits": fixed_splits, "fine_splits": fine}, schedule, partials

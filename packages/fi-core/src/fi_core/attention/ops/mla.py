@@ -15,11 +15,12 @@ from fi_core.observe.describe import words
 from fi_core.page.latent import LATENT as LATENT
 from fi_core.page.latent import ROPE as ROPE
 from fi_core.page.latent import WIDTH
+from fi_core.runtime.dispatch import Request, explain
 from fi_core.runtime.launch.operator import operator, operators
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.machine import multiprocessors_of, target_of
-from fi_core.runtime.spec.constraint import ON_CPU, Constraint, at_least, exactly
-from fi_core.runtime.spec.dtype import DTYPES
+from fi_core.runtime.spec.constraint import ON_CPU, Constraint, Rule, at_least, exactly
+from fi_core.runtime.spec.dtype import DTYPES, short_name
 from fi_core.runtime.spec.op import THREADS, Entry, Field, Implementation, Op, Unit, Values
 
 NARROW_ROWS, WIDE_ROWS = 16, 64  # packed query rows of a CTA
@@ -31,14 +32,14 @@ _CPU_RANGES = 64
 # request b has pages_per_request entries from b * pages_per_request on. context_lens: int32 `[batch_size]`, tokens of
 # each request on all ranks, of which kv_len are here. Without split_kv no request is split: its result does not depend
 # on the batch. fixed_splits: chunks of 512 tokens, which are folded in their order; the schedule cuts requests between
-# them if a workspace of workspace_floats holds all chunks.
+# them if a workspace of workspace_floats holds all. fine_splits: of narrow q tiles chunks of 128 tokens, folded first.
 MLA_PLAN = Op(
     name="mla_plan",
     family="attention",
     arguments="Tensor(a!) schedule, Tensor? kv_len, int page_size, int heads, int max_ranges, int narrow_ranges, "
     "int wide_ranges, int narrow_rows, int wide_rows, Tensor? qo_indptr=None, Tensor? kv_indptr=None, "
     "int pages_per_request=0, int qo_len=1, Tensor? context_lens=None, bool split_kv=True, int batch_size=0, "
-    "bool fixed_splits=False, int workspace_floats=0",
+    "bool fixed_splits=False, int workspace_floats=0, bool fine_splits=False",
     implementations=plan_implementations("mla", "mla_plan<false>", "mla_plan<true>"),
 )
 mla_plan = operator(MLA_PLAN)
@@ -91,15 +92,18 @@ def _packed_unit(axes: Values) -> Unit:
 
 
 def _narrow_unit(axes: Values) -> Unit:
-    """wgmma with swapped operands for 16-bit caches in pages of 64 tokens; else mma.sync by two consumers in turn."""
-    q, kv = DTYPES[axes["q"]].device, DTYPES[axes["kv"]]
+    """16-bit caches in pages of 64 tokens, or with fixed splits: wgmma with swapped operands. Else mma.sync."""
+    q, kv, fine = DTYPES[axes["q"]].device, DTYPES[axes["kv"]], axes["fixed_splits"]
     stages, shared = 4 if kv.bytes == 1 else 5, 227 * 1024  # of 64 and of 32 keys; all of it
+    name = "batch_mla_fine" if fine else "batch_mla_swapped"
+    swapped = Entry(name, f"{name}<{q}, {shared}>", 384, MlaConfig(MlaKind.SWAPPED, NARROW_ROWS), shared, 1)
+    if fine:
+        flags = ("-DFI_FINE_SPLITS", *THREADS)
+        return Unit(f"fi/attention/mla/{name}_sm90.cuh", "BatchMlaParams", (swapped,), flags=flags)
     body = f"batch_mla_ping_pong<{q}, {kv.device}, {stages}, {shared}>"
     ping_pong = Entry("batch_mla_ping_pong", body, 640, MlaConfig(MlaKind.PING_PONG, NARROW_ROWS), shared, 1)
     if kv.bytes == 1:
         return Unit("fi/attention/mla/batch_mla_ping_pong_sm90.cuh", "BatchMlaParams", (ping_pong,))
-    body = f"batch_mla_swapped<{q}, {shared}>"
-    swapped = Entry("batch_mla_swapped", body, 384, MlaConfig(MlaKind.SWAPPED, NARROW_ROWS), shared, 1)
     return Unit("fi/attention/mla/batch_mla_swapped_sm90.cuh", "BatchMlaParams", (swapped, ping_pong), flags=THREADS)
 
 
@@ -116,7 +120,7 @@ def _wgmma_unit(axes: Values) -> Unit:
     return Unit("fi/attention/mla/batch_mla_sm90.cuh", "BatchMlaParams", entries, flags=flags)
 
 
-# rows: "narrow" if the requests have at most 16 packed query rows (tokens times heads) on average, else "wide".
+# rows: "narrow" if requests have at most 16 packed query rows (tokens times heads) on average, or fine fixed splits.
 FIELDS = {
     "q": Field(("f16", "bf16"), "bf16"),
     "kv": Field(("f16", "bf16", "e4m3", "u8"), "bf16"),
@@ -128,7 +132,11 @@ FIELDS = {
 
 
 _WIDE = (Constraint("has_rope", "==", True), Constraint("rows", "==", "wide"))
-_SPLITS_BY_BATCH = Constraint("fixed_splits", "==", False)
+_FINE_SPLITS = Rule(
+    ("fixed_splits", "rows", "kv", "has_rope", "sparse"),
+    "no fixed splits, or fine ones (narrow rows) of 16-bit keys with a rotary part, not sparse",
+    lambda fixed, rows, kv, rope, sparse: not fixed or (rows == "narrow" and kv != "e4m3" and rope and not sparse),
+)
 _16_BIT_KEYS = Constraint("kv", "in", ("f16", "bf16"))
 _FP8_KEYS = (Constraint("q", "==", "bf16"), Constraint("kv", "==", "e4m3"))
 _PLAIN_KEYS = Constraint("kv", "in", ("f16", "bf16", "e4m3"))
@@ -142,16 +150,15 @@ def _types(values: Values) -> Values:
 # out, q_nope: `[tokens, heads, 512]`, fp16 or bf16. lse: fp32 `[tokens, heads]` contiguous, or None. q_pe: `[tokens,
 # heads, 64]`. ckv_cache: `[num_pages, page_size, 512]`, kpe_cache: `[num_pages, page_size, 64]`, of q's dtype or e4m3;
 # with e4m3 ckv_cache kpe_cache may be of q's dtype, with kpe_scale = ckv_scale. Packed pages: uint8 ckv_cache
-# `[num_pages, page_size, 584]`, of which the last axis is a size only (batch_mla.h), without kpe_cache.
-# Any strides with a contiguous last dimension, rows aligned to 16 bytes. q_pe and kpe_cache have width 0 without rope.
-# ckv_scales: fp32 `[num_pages, page_size, 4]` with e4m3, scales of 128 columns each. page_indices: int32, contiguous;
-# sparse: slots of the cache (page_size 1), -1 is no token; any_index: nor is what the cache does not have.
-# score_stats: fp32 `[2, tokens, heads]`, the largest score of each row, or without exact_max one that is less by up to
-# 8 powers of 2, and the lse without sinks, natural; -inf and inf without keys.
-# sinks: fp32 `[heads]`, a logit that joins the softmax of each head. score_scale, out_scale: fp32 `[1]`, factors of
-# scores and output. cp_world, cp_rank: token j of a request here is token j * cp_world + cp_rank of its context.
-# workspace, schedule, max_ranges, narrow_ranges, wide_ranges, cluster, batch_size: of the plan. In the schedule the
-# CTAs of a split request count their arrivals. fixed_splits: as planned. num_heads, page_size: of tensors; 0: any.
+# `[num_pages, page_size, 584]`, of which the last axis is a size only (batch_mla.h), without kpe_cache. Any strides
+# with a contiguous last dimension, rows aligned to 16 bytes. q_pe and kpe_cache have width 0 without rope. ckv_scales:
+# fp32 `[num_pages, page_size, 4]` with e4m3, scales of 128 columns each. page_indices: int32, contiguous; sparse: slots
+# of the cache (page_size 1), -1 is no token; any_index: nor is what the cache does not have. score_stats: fp32 `[2,
+# tokens, heads]`, the largest score of each row, or without exact_max one that is less by up to 8 powers of 2, and the
+# lse without sinks, natural; -inf and inf without keys. sinks: fp32 `[heads]`, a logit that joins the softmax of each
+# head. score_scale, out_scale: fp32 `[1]`, factors of scores and output. cp_world, cp_rank: token j of a request here
+# is token j * cp_world + cp_rank of its context. num_heads, page_size: of tensors; 0: any. All others: as planned. In
+# the schedule the CTAs of a split request count their arrivals.
 BATCH_MLA = Op(
     name="batch_mla",
     family="attention",
@@ -161,10 +168,10 @@ BATCH_MLA = Op(
     "Tensor? ckv_scales=None, bool lse_base_e=False, bool sparse=False, Tensor? sinks=None, Tensor? score_scale=None, "
     "Tensor? out_scale=None, Tensor(e!)? score_stats=None, bool any_index=False, bool exact_max=False, int cp_world=1, "
     "int cp_rank=0, bool? enable_pdl=None, int num_heads=0, int page_size=0, bool fixed_splits=False, "
-    'str backend="auto"',
+    'bool fine_splits=False, str backend="auto"',
     planned=words(
         "workspace schedule page_indices batch_size max_ranges narrow_ranges wide_ranges cluster sm_scale causal",
-        "num_heads page_size fixed_splits enable_pdl backend",
+        "num_heads page_size fixed_splits fine_splits enable_pdl backend",
     ),
     fields=FIELDS,
     axes={"q": ("f16", "bf16"), "kv": ("f16", "bf16", "e4m3", "u8"), "fixed_splits": (False, True)},
@@ -173,7 +180,7 @@ BATCH_MLA = Op(
         Implementation("cpu", ON_CPU, axes=_types, backends=("cpu", "fa2")),
         Implementation("wgmma_sm90", (*exactly(90), _16_BIT_KEYS, *_WIDE), _wgmma_unit, _types, ("fa3",)),
         Implementation("wgmma_fp8_sm90", (*exactly(90), *_FP8_KEYS, *_WIDE), _wgmma_unit, _types, ("fa3",)),
-        Implementation("narrow_sm90", (*exactly(90), _PLAIN_KEYS, _SPLITS_BY_BATCH), _narrow_unit, _types, ("fa3",)),
+        Implementation("narrow_sm90", (*exactly(90), _PLAIN_KEYS, _FINE_SPLITS), _narrow_unit, _types, ("fa3",)),
         Implementation("mma_sm80", (*at_least(80), _PLAIN_KEYS), _mma_unit, _types, ("fa2",)),
         Implementation("packed_sm80", (*at_least(80), *_PACKED_KEYS), _packed_unit, _types, ("fa2",)),
     ),
@@ -183,6 +190,7 @@ BATCH_MLA = Op(
             for kv in ("bf16", "e4m3")
             for rows, fixed in (("narrow", False), ("wide", False), ("wide", True))
         ),
+        {"q": "bf16", "kv": "bf16", "rows": "narrow", "fixed_splits": True},
         {"q": "bf16", "kv": "u8", "rows": "wide", "sparse": True},
     ),
 )
@@ -214,6 +222,14 @@ def sizes(device: torch.device, heads: int) -> Sizes:
 def _sizes(ctas: int, heads: int) -> Sizes:
     cluster = 2 if heads > WIDE_ROWS and ctas > 1 else 1
     return Sizes(ctas, ctas, ctas // cluster, cluster)
+
+
+def fine_splits(device: torch.device, heads: int, has_rope: bool, kv: torch.dtype, backend: str) -> bool:
+    """Whether fixed splits are fine: of few heads, whatever the number of query tokens, on the kernel for few rows."""
+    if heads > NARROW_ROWS or kv.itemsize != 2:
+        return False
+    few = {"q": short_name(kv), "kv": short_name(kv), "rows": "narrow", "fixed_splits": True, "has_rope": has_rope}
+    return not explain(Request.of(BATCH_MLA, target_of(device), few, backend))["narrow_sm90"]
 
 
 def words_of(size: Sizes, batch_size: int) -> int:

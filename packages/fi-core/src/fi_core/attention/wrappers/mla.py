@@ -231,6 +231,8 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         types = {"q_dtype": q_type, "kv_dtype": kv_type, "fp8": kv_type.itemsize == 1}
         split_kv = not flag("disable_split_kv", disable_split_kv)
         own = {"enable_pdl": enable_pdl, "sinks": bool(use_sinks), "fixed_splits": split_kv and is_invariant}
+        where = self.device, num_heads, head_dim_kpe > 0, kv_type, self._backend
+        own["fine_splits"] = own["fixed_splits"] and ops.fine_splits(*where)
         return MlaPlan(
             sm_scale=number(sm_scale, "sm_scale"), split_kv=split_kv, backend=self._backend, **shape, **types, **own
         )
@@ -252,7 +254,8 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         ops.mla_plan(
             plan.schedule, kv_len, plan.page_size, plan.num_heads, plan.max_ranges, plan.narrow_ranges,
             plan.wide_ranges, ops.NARROW_ROWS, ops.WIDE_ROWS * plan.cluster, qo_indptr, kv_indptr,
-            split_kv=plan.split_kv, fixed_splits=plan.fixed_splits, workspace_floats=plan.workspace.numel(),
+            split_kv=plan.split_kv, fixed_splits=plan.fixed_splits, fine_splits=plan.fine_splits,
+            workspace_floats=plan.workspace.numel(),
         )  # fmt: skip
         self._set_call(plan, self.last_choice)
         ranges = plan.max_ranges, plan.narrow_ranges, plan.wide_ranges

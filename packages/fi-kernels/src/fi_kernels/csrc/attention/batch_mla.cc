@@ -48,7 +48,7 @@ BatchMlaRequest request_of(const BatchMlaArgs& a) {
   constexpr int64_t kNarrowRows = 16;  // packed query rows of a CTA for few rows, on average of the requests
   const int64_t rows = a.q_nope.size_or_0(0) * a.q_nope.size_or_0(1);
   // Batch invariant: one kernel, whatever other requests have.
-  const bool narrow = rows <= kNarrowRows * a.batch_size && !batch_invariant() && !a.fixed_splits;
+  const bool narrow = a.fixed_splits ? a.fine_splits : rows <= kNarrowRows * a.batch_size && !batch_invariant();
   using Rows = BatchMlaRequest::Rows;
   return {a.q_nope.dtype(), a.ckv_cache.dtype(), narrow ? Rows::kNarrow : Rows::kWide, a.q_pe.size_or_0(-1) > 0,
           a.sparse,         a.fixed_splits};

@@ -21,7 +21,7 @@ void run_cpu(const MlaPlanParams& p, int32_t kind) {
   for (int32_t b = 0; b < p.batch; ++b) {
     requests[b] = mla_request(p, b, p.tile_rows[kind]);
     requests[b].cost = cost;
-    cost += mla_cost<kChunks>(requests[b]);
+    cost += mla_cost<kChunks>(requests[b], p.chunk_tiles[kind]);
     uniform =
         uniform && requests[b].q_tiles == requests[0].q_tiles && requests[b].item_cost() == requests[0].item_cost();
   }
@@ -41,7 +41,7 @@ void run_cpu(const MlaPlanParams& p, int32_t kind) {
     schedule.arrivals()[g] = {};
     max_splits = std::max(max_splits, starts[g].num_splits);
   }
-  schedule.header() = {partition.ranges, p.tile_rows[kind], max_splits, mla_header_cost<kChunks>(partition)};
+  schedule.header() = {partition.ranges, partition.cut_tiles, max_splits, mla_header_cost<kChunks>(partition)};
 }
 #endif
 
@@ -81,6 +81,7 @@ void mla_plan(const Kernel& kernel, const MlaPlanArgs& a) {
   FI_CHECK(batch >= 0 && batch <= largest, ValueError, "batch_size must not be negative; got %lld",
            static_cast<long long>(batch));
   FI_CHECK(a.narrow_rows > 0 && a.wide_rows > 0, ValueError, "narrow_rows and wide_rows must be positive");
+  FI_CHECK(a.fixed_splits || !a.fine_splits, ValueError, "fine_splits must come with fixed_splits");
   FI_CHECK(a.workspace_floats >= 0, ValueError, "workspace_floats must not be negative; got %lld",
            static_cast<long long>(a.workspace_floats));
   const int64_t least = mla_schedule_words(a.max_ranges, batch);
@@ -112,6 +113,7 @@ void mla_plan(const Kernel& kernel, const MlaPlanArgs& a) {
     BatchMlaParams run{};
     run.tile_rows = p.tile_rows[kind];
     p.slots[kind] = static_cast<int32_t>(std::min(largest, a.workspace_floats / run.partial_floats()));
+    p.chunk_tiles[kind] = kind == 0 && a.fine_splits ? kMlaFineTiles : kMlaChunkTiles;
   }
 
   // 3 launch

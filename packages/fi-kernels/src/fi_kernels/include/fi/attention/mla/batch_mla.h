@@ -75,6 +75,7 @@ struct BatchMlaParams {
   Divisor packed_page;  // tokens of a page
   int32_t is_packed;
   float keep_max;  // the kernel that gathers keys raises row_max by more: kMlaKeepMax; 0: to the largest score
+  int32_t box;     // tokens of a TMA copy of the kernel with fine chunks
 
   FI_HOST_DEVICE MlaSchedule view() const { return {schedule, max_ranges, batch}; }
 

@@ -41,7 +41,7 @@ struct MlaSwappedKernel {
     };
     alignas(1024) char p[2][kQueryBytes];  // probabilities [16, 64 keys] of each warpgroup
     float tops[2][4][kRows];               // of the warps of a warpgroup
-    MlaWorkTile work[2];                   // index -1: no more
+    MlaWork work[2];                       // index -1: no more
     Pipeline<kStages, Writer::kCopies, Reader::kProducts> pipeline;
     Pipeline<2, Writer::kThreads, Reader::kLoads> work_pipeline;
     Barrier q_full, q_empty;
@@ -51,19 +51,11 @@ struct MlaSwappedKernel {
   Shared& shared;
 
   FI_DEVICE void run() const {
-    if (threadIdx.x == 0) {
-      shared.pipeline.init(1, kWarps);
-      shared.work_pipeline.init(1, kWarps);
-      shared.q_full.init(96);
-      shared.q_empty.init(kWarps);
-      fence_barrier_init();
-      prefetch_tensor_map(params.ckv_map);
-      prefetch_tensor_map(params.kpe_map);
-    }
+    if (threadIdx.x == 0) init();
     __syncthreads();
     pdl_wait();
     if (warpgroup_index() == 0) {
-      MlaTileScheduler scheduler;
+      MlaScheduler scheduler;
       scheduler.enter(params.view(), blockIdx.x);
       if (warp_index() == 0)
         produce(scheduler);
@@ -74,12 +66,22 @@ struct MlaSwappedKernel {
     }
   }
 
- private:
+ protected:
+  FI_DEVICE void init() const {
+    shared.pipeline.init(1, kWarps);
+    shared.work_pipeline.init(1, kWarps);
+    shared.q_full.init(96);
+    shared.q_empty.init(kWarps);
+    fence_barrier_init();
+    prefetch_tensor_map(params.ckv_map);
+    prefetch_tensor_map(params.kpe_map);
+  }
+
   FI_DEVICE int high(const MlaWorkTile& s) const { return params.high(s, s.q_tile * kRows, kRows); }
 
   // By warp 0.
-  FI_DEVICE void produce(MlaTileScheduler& scheduler) const {
-    MlaWorkTile s;
+  FI_DEVICE void produce(MlaScheduler& scheduler) const {
+    MlaWork s;
     auto at = PipelineState::producer();
     const int lane = threadIdx.x % 32;
     const uint64_t policy = params.view().header().cost < kEvictFirstTiles ? kEvictFirst : kEvictNormal;
@@ -111,8 +113,8 @@ struct MlaSwappedKernel {
   }
 
   // By warps 1 to 3: rows beyond the request become zeros.
-  FI_DEVICE void load_queries(MlaTileScheduler& scheduler, int thread) const {
-    MlaWorkTile s;
+  FI_DEVICE void load_queries(MlaScheduler& scheduler, int thread) const {
+    MlaWork s;
     for (int use = 0; scheduler.next(s); ++use) {
       const int rows = s.request.qo_len * static_cast<int>(params.heads.value), row0 = s.q_tile * kRows;
       shared.q_empty.wait(use % 2 ^ 1);
@@ -264,7 +266,8 @@ struct MlaSwappedKernel {
       }
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const float old = rows.row_max[c], found = top[c] * scale, now = found > old + kMlaKeepMax ? found : old;
+      const float keep = kMlaFineSplits ? params.keep_max : kMlaKeepMax;
+      const float old = rows.row_max[c], found = top[c] * scale, now = found > old + keep ? found : old;
       const float base = softmax_reference(now);
       alpha[c] = now == old ? 1.f : exp2_approx(old - base);
       rows.row_max[c] = now;
@@ -302,11 +305,9 @@ struct MlaSwappedKernel {
       }
   }
 
-  // The epilogue of a work tile.
-  FI_DEVICE void store(const MlaWorkTile& s, const float (&o)[kHalf][8], Rows& rows, int row0, int group, int warp,
-                       int lane) const {
+  // The sums of rows over all keys of a KV tile, from those of the threads.
+  FI_DEVICE void sum_rows(float (&total)[4], const Rows& rows, int group, int warp, int lane) const {
     float (&sums)[4][kRows] = shared.tops[group];
-    float total[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       float sum = rows.row_sum[c];
@@ -322,22 +323,34 @@ struct MlaSwappedKernel {
       total[c] = (sums[0][r] + sums[1][r]) + (sums[2][r] + sums[3][r]);
     }
     warpgroup_sync(1 + group);
+  }
+
+  // The epilogue of a work tile.
+  FI_DEVICE void store(const MlaWorkTile& s, const float (&o)[kHalf][8], Rows& rows, int row0, int group, int warp,
+                       int lane) const {
+    float total[4];
+    sum_rows(total, rows, group, warp, lane);
+    if (!s.is_whole())
+      store_partial(s.partial(), o, rows.row_max, total, group, warp, lane);
+    else
+      store_output(s, o, rows.row_max, total, row0, group, warp, lane);
+  }
+  FI_DEVICE void store_partial(int slot, const float (&o)[kHalf][8], const float (&row_max)[4], const float (&total)[4],
+                               int group, int warp, int lane) const {
     const int column = group * 256 + warp * 16;
-    if (!s.is_whole()) {
-      float* out = params.partial_output(s.partial()) + column + lane / 4;
+    float* out = params.partial_output(slot) + column + lane / 4;
 #pragma unroll
-      for (int m = 0; m < kHalf; ++m)
+    for (int m = 0; m < kHalf; ++m)
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-          out[row_of(lane, i / 4 * 2 + i % 2) * kMlaLatent + m * 64 + i / 2 % 2 * 8] = o[m][i];
-      if (group == 0 && warp == 0 && lane < 4)
+      for (int i = 0; i < 8; ++i) out[row_of(lane, i / 4 * 2 + i % 2) * kMlaLatent + m * 64 + i / 2 % 2 * 8] = o[m][i];
+    if (group == 0 && warp == 0 && lane < 4)
 #pragma unroll
-        for (int c = 0; c < 4; ++c)
-          reinterpret_cast<float2*>(params.partial_states(s.partial()))[row_of(lane, c)] =
-              make_float2(rows.row_max[c], total[c]);
-      return;
-    }
-    const int count = s.request.qo_len * static_cast<int>(params.heads.value);
+      for (int c = 0; c < 4; ++c)
+        reinterpret_cast<float2*>(params.partial_states(slot))[row_of(lane, c)] = make_float2(row_max[c], total[c]);
+  }
+  FI_DEVICE void store_output(const MlaWorkTile& s, const float (&o)[kHalf][8], float (&row_max)[4], float (&total)[4],
+                              int row0, int group, int warp, int lane) const {
+    const int column = group * 256 + warp * 16, count = s.request.qo_len * static_cast<int>(params.heads.value);
     float factors[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
@@ -345,9 +358,9 @@ struct MlaSwappedKernel {
       const auto at = params.row(r < count ? r : 0);
       const int64_t token = s.request.qo_begin + at.token;
       const bool leads = r < count && group == 0 && warp == 0 && lane < 4;
-      if (params.score_stats && leads) params.write_stats<CudaMath>(token, at.head, rows.row_max[c], total[c]);
-      factors[c] = params.finish<CudaMath>(at.head, rows.row_max[c], total[c]);
-      if (params.lse && leads) params.write_lse<CudaMath>(token, at.head, rows.row_max[c], total[c]);
+      if (params.score_stats && leads) params.write_stats<CudaMath>(token, at.head, row_max[c], total[c]);
+      factors[c] = params.finish<CudaMath>(at.head, row_max[c], total[c]);
+      if (params.lse && leads) params.write_lse<CudaMath>(token, at.head, row_max[c], total[c]);
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {

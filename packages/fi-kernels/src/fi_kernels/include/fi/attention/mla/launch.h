@@ -1,6 +1,7 @@
 // Launches batch_mla on CUDA: chooses the kernel entry, describes the cache for TMA.
 #pragma once
 #include <algorithm>
+#include <numeric>
 
 #include "fi/attention/contract.h"
 #include "fi/attention/mla/batch_mla.h"
@@ -9,15 +10,15 @@
 #if FI_CUDA
 namespace fi {
 
-// A cache as [pages, tokens of a page, columns]: one box has 64 columns of a KV tile.
-inline void describe_cache(const Kernel& kernel, TensorMap& map, const Tensor& cache) {
+// A cache as [pages, tokens of a page, columns]: one box has 64 columns of `tokens`.
+inline void describe_cache(const Kernel& kernel, TensorMap& map, const Tensor& cache, int64_t tokens) {
   const int64_t bytes = cache.dtype().bytes();
-  const auto size = [&](int axis) { return static_cast<uint64_t>(cache.size(axis)); };
+  const auto size = [&](int axis) { return static_cast<uint64_t>(std::max<int64_t>(1, cache.size(axis))); };
   const auto step = [&](int axis) {
     return static_cast<uint64_t>(cache.size(axis) > 1 ? cache.stride(axis) * bytes : 128);
   };
   const uint64_t sizes[] = {size(2), size(1), size(0)}, strides[] = {step(1), step(0)};
-  const uint32_t box[] = {64, kMlaKvTile, 1};
+  const uint32_t box[] = {64, static_cast<uint32_t>(tokens), 1};
   kernel.describe(map, bytes, 3, cache.data(), sizes, strides, box);
 }
 
@@ -27,7 +28,7 @@ inline const Entry& tile(const Kernel& kernel, const BatchMlaParams& p, const Ba
   return kernel.first_entry([&](const Entry& e) {
     const auto config = BatchMlaConfig::of(e);
     if (e.shared_bytes > limit) return false;
-    if (config.kind != MlaKind::TMA && config.kind != MlaKind::SWAPPED) return true;
+    if (config.kind != MlaKind::TMA && (config.kind != MlaKind::SWAPPED || a.fine_splits)) return true;
     return !p.sparse && !a.exact_max && p.has_rope && page_size % kMlaKvTile == 0 && a.ckv_cache.size(0) > 0;
   });
 }
@@ -55,9 +56,12 @@ inline void launch_batch_mla(const Kernel& kernel, BatchMlaParams& p, const Batc
            "workspace must have %lld floats or more for %lld work ranges; got %lld",
            static_cast<long long>(2 * ranges * p.partial_floats()), static_cast<long long>(ranges),
            static_cast<long long>(a.workspace.numel()));
+  FI_CHECK(!a.fine_splits || config.kind == MlaKind::SWAPPED, ValueError,
+           "fine_splits must come with 16-bit caches with a rotary part, on Hopper");
   if (config.kind == MlaKind::TMA || config.kind == MlaKind::SWAPPED) {
-    describe_cache(kernel, p.ckv_map, a.ckv_cache);
-    describe_cache(kernel, p.kpe_map, a.kpe_cache);
+    p.box = static_cast<int32_t>(std::gcd(static_cast<int64_t>(p.page_size.value), int64_t{kMlaKvTile}));
+    describe_cache(kernel, p.ckv_map, a.ckv_cache, p.box);
+    describe_cache(kernel, p.kpe_map, a.kpe_cache, p.box);
   }
   Launch launch{ranges * p.cluster};
   launch.cluster = static_cast<unsigned>(p.cluster);

@@ -69,9 +69,12 @@ struct MlaMerge {
   // A CTA that has waited so long leaves its share to the last one: the others may not even have begun.
   static constexpr int kWaitClocks = 40000;
 
+  // Sums that a warp leaves to another: of fine chunks those of two groups.
+  static constexpr int kGroups = kMlaFineSplits ? 2 : 1, kOfGroup = kMlaChunkTiles / kMlaFineTiles;
+
   struct Shared {
-    float4 sums[kWarps][32];
-    float2 states[kWarps];
+    float4 sums[kWarps][kGroups][32];
+    float2 states[kWarps][kGroups];
     int shares[kThreads], count;  // left to the last CTA
     uint32_t round;
     bool is_last, complete;
@@ -140,7 +143,9 @@ struct MlaMerge {
   FI_DEVICE void merge(int share) const {
     const int n = item.num_splits, units = n <= kFewSplits && !kMlaFixedSplits ? kRows : kRows * kPieces;
     const int begin = units * share / n, end = units * (share + 1) / n;
-    if constexpr (kMlaFixedSplits)
+    if constexpr (kMlaFineSplits)
+      fold_fine_pieces(begin, end);
+    else if constexpr (kMlaFixedSplits)
       fold_pieces(begin, end);
     else if (n <= kFewSplits)
       merge_rows(begin, end);
@@ -256,6 +261,126 @@ struct MlaMerge {
     }
   }
 
+  // The states of a split item of fine chunks, in groups that are folded to one before: of kOfGroup chunks, or of one
+  // state. The first is then that of all chunks of the range in which the item begins.
+  struct FineStates {
+    int count, step;             // step: states of a group
+    const char *first, *others;  // the partial of state 0, and what those of state i are i strides from
+    uint32_t stride;             // bytes
+
+    FI_DEVICE const char* partial(int i) const {
+      return i ? others + static_cast<uint64_t>(static_cast<uint32_t>(i)) * stride : first;
+    }
+  };
+  FI_DEVICE FineStates fine_states() const {
+    MlaWorkTile whole = item;
+    whole.end = 0x7fffffff / kMlaKvTile;
+    constexpr int kChunkKeys = kMlaChunkTiles * kMlaKvTile, kFineKeys = kChunkKeys / kOfGroup;
+    const int high = params.high(whole, item.q_tile * kRows, kRows);  // no state is stored behind
+    const char* first = reinterpret_cast<const char*>(params.partial_output(item.first_partial()));
+    const auto bytes = static_cast<uint32_t>(params.partial_floats() * sizeof(float));
+    if (item.has_chunks()) return {(high + kFineKeys - 1) / kFineKeys, kOfGroup, first, first, bytes};
+    const int folded = params.view().starts()[item.leader + 1].kv_tile / kMlaChunkTiles;
+    const char* others = first + static_cast<int64_t>(folded - 1) * kOfGroup * bytes;
+    return {max((high + kChunkKeys - 1) / kChunkKeys - folded, 0) + 1, 1, first, others, kOfGroup * bytes};
+  }
+
+  // Of fine chunks: several warps merge a piece. Each folds groups, and the first of them folds the groups in their
+  // order. The factors of a row's states are computed by one lane each: of a lane for all, the code is five times as
+  // long, and it is fetched from DRAM (docs/notes/mla-fine-splits.md).
+  FI_DEVICE void fold_fine_pieces(int begin, int end) const {
+    const int warp = thread / 32, lane = thread % 32;
+    const FineStates stored = fine_states();
+    const int groups = (stored.count + stored.step - 1) / stored.step;
+    int each = kWarps;
+    while (each > 1 && each * (end - begin) > kWarps) each /= 2;
+    const int together = kWarps / each, member = warp % each;
+#pragma unroll 1
+    for (int base = begin; base < end; base += together) {
+      const int piece = base + warp / each, column = piece % kPieces * 128 + lane * 4;
+      const MlaMergeRow row(params, item, first + piece / kPieces);
+      const bool exists = piece < end && row.exists();
+      State state;
+#pragma unroll 1
+      for (int g = 0; g < groups; g += each * kGroups) {
+        const int own = g + member * kGroups;
+        if (exists && own < groups) fold_groups(row, stored, own * stored.step, column);
+        sync();
+        if (exists && member == 0) fold_in_order(state, min(each * kGroups, groups - g));
+        sync();
+      }
+      if (exists && member == 0) row.template write<T>(column, {state.sum}, state.row_max, state.row_sum);
+    }
+  }
+
+  // Factors of the states in lanes and of what is before each, as mla_fold has them. top: the largest score so far.
+  struct Factors {
+    float before, next;
+
+    FI_DEVICE Factors(float max_before, float max_next, float top) {
+      const float reference = softmax_reference(top);
+      before = softmax_exp2<CudaMath>(max_before, reference), next = softmax_exp2<CudaMath>(max_next, reference);
+    }
+    // Adds state `i` of the warp.
+    FI_DEVICE void add(State& state, int i, float row_sum, const float4& values) const {
+      const MlaFold fold{0.f, 0.f, __shfl_sync(0xffffffffu, before, i), __shfl_sync(0xffffffffu, next, i)};
+      state.row_sum = fold.value(state.row_sum, __shfl_sync(0xffffffffu, row_sum, i));
+      state.sum.x = fold.value(state.sum.x, values.x), state.sum.y = fold.value(state.sum.y, values.y);
+      state.sum.z = fold.value(state.sum.z, values.z), state.sum.w = fold.value(state.sum.w, values.w);
+    }
+  };
+
+  // By a warp: leaves the sums of kGroups groups of states, from `begin` on.
+  FI_DEVICE void fold_groups(const MlaMergeRow& row, const FineStates& stored, int begin, int column) const {
+    constexpr int kMost = kGroups * kOfGroup;
+    const int warp = thread / 32, lane = thread % 32, last = stored.step - 1;  // of a group; a mask
+    const int count = min(kGroups * stored.step, stored.count - begin);
+    const float2 own = lane < count ? row.state(stored.partial(begin + lane)) : make_float2(kMinusInf, 0.f);
+    float4 values[kMost];
+    const char* others = stored.others + static_cast<uint64_t>(static_cast<uint32_t>(begin)) * stored.stride;
+#pragma unroll
+    for (int i = 0; i < kMost; ++i)
+      if (i < count) values[i] = row.values(i ? others + i * stored.stride : stored.partial(begin), column);
+    float top = own.x;
+#pragma unroll
+    for (int offset = 1; offset < kOfGroup; offset *= 2) {
+      const float other = __shfl_up_sync(0xffffffffu, top, offset);
+      if ((lane & last) >= offset) top = fmaxf(top, other);
+    }
+    const float before = __shfl_up_sync(0xffffffffu, top, 1);
+    const Factors factors(lane & last ? before : kMinusInf, own.x, top);
+    State state;
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      if (i >= count) break;
+      if ((i & last) == 0) state = State();
+      factors.add(state, i, own.y, values[i]);
+      if ((i & last) != last && i + 1 < count) continue;
+      const int group = last ? i / kOfGroup : i;
+      shared.sums[warp][group][lane] = state.sum;
+      if (lane == i) shared.states[warp][group] = make_float2(top, state.row_sum);
+    }
+  }
+
+  // By a warp: folds the next groups, up to 32, which it and the warps behind it have left.
+  FI_DEVICE void fold_in_order(State& state, int count) const {
+    const int warp = thread / 32, lane = thread % 32;
+    const float2 own =
+        lane < count ? shared.states[warp + lane / kGroups][lane % kGroups] : make_float2(kMinusInf, 0.f);
+    float top = own.x;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const float other = __shfl_up_sync(0xffffffffu, top, offset);
+      if (lane >= offset) top = fmaxf(top, other);
+    }
+    top = fmaxf(top, state.row_max);
+    const float before = __shfl_up_sync(0xffffffffu, top, 1);
+    const Factors factors(lane ? before : state.row_max, own.x, top);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) factors.add(state, i, own.y, shared.sums[warp + i / kGroups][i % kGroups][lane]);
+    state.row_max = __shfl_sync(0xffffffffu, top, count - 1);
+  }
+
   // Where a share has fewer pieces than the CTA has warps, several warps merge a piece, each some of its splits.
   FI_DEVICE void merge_pieces(int begin, int end) const {
     constexpr int kBatch = 4 * kLoads;
@@ -275,15 +400,15 @@ struct MlaMerge {
 #pragma unroll 1
       for (; i < n; i += each * kLoads) add<kLoads, false>(state, row, i, each, column);
       if (each > 1) {
-        shared.sums[warp][lane] = state.sum;
-        if (lane == 0) shared.states[warp] = make_float2(state.row_max, state.row_sum);
+        shared.sums[warp][0][lane] = state.sum;
+        if (lane == 0) shared.states[warp][0] = make_float2(state.row_max, state.row_sum);
         sync();
         if (member == 0)
 #pragma unroll 1
           for (int i = 1; i < each; ++i) {
-            const float2 other = shared.states[warp + i];
+            const float2 other = shared.states[warp + i][0];
             state.raise(fmaxf(state.row_max, other.x));
-            state.add(other, shared.sums[warp + i][lane]);
+            state.add(other, shared.sums[warp + i][0][lane]);
           }
       }
       if (exists && member == 0) row.template write<T>(column, {state.sum}, state.row_max, state.row_sum);

@@ -46,7 +46,7 @@ FI_DEVICE void mla_plan(const MlaPlanParams& p) {
     MlaRequest r = mla_request(p, b, tile_rows);
     r.cost = cost;
     requests[b] = r;
-    cost += mla_cost<kChunks>(r);
+    cost += mla_cost<kChunks>(r, p.chunk_tiles[kind]);
   }
   costs[threadIdx.x] = cost = mla_sum_before(cost, warps, total);
   const MlaRequest one = p.batch ? requests[0] : MlaRequest{};
@@ -77,7 +77,7 @@ FI_DEVICE void mla_plan(const MlaPlanParams& p) {
   }
   __syncthreads();
   if (threadIdx.x == 0)
-    schedule.header() = {partition.ranges, tile_rows, max_splits, mla_header_cost<kChunks>(partition)};
+    schedule.header() = {partition.ranges, partition.cut_tiles, max_splits, mla_header_cost<kChunks>(partition)};
 }
 
 }  // namespace fi

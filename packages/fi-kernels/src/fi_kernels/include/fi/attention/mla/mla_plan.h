@@ -16,6 +16,7 @@ struct MlaPlanParams {
   int32_t kv_len_is_wide, batch, page_size, heads, qo_len, max_ranges;
   int32_t tile_rows[kMlaSchedules], ranges[kMlaSchedules];  // ranges: CTAs or clusters of the kernel
   int32_t slots[kMlaSchedules];                             // partials that the workspace holds, for fixed splits
+  int32_t chunk_tiles[kMlaSchedules];                       // KV tiles of a chunk of fixed splits
 
   FI_HOST_DEVICE MlaSchedule view(int32_t i) const { return {schedule + i * schedule_words, max_ranges, batch}; }
 };
@@ -44,8 +45,8 @@ FI_HOST_DEVICE MlaRequest mla_request(const MlaPlanParams& p, int32_t b, int32_t
 }
 // kChunks: with fixed splits.
 template <bool kChunks>
-FI_HOST_DEVICE int64_t mla_cost(const MlaRequest& r) {
-  if constexpr (kChunks) return static_cast<int64_t>(r.q_tiles) * r.chunks();
+FI_HOST_DEVICE int64_t mla_cost(const MlaRequest& r, int32_t chunk_tiles) {
+  if constexpr (kChunks) return static_cast<int64_t>(r.q_tiles) * r.chunks(chunk_tiles);
   return static_cast<int64_t>(r.q_tiles) * r.item_cost();
 }
 
@@ -54,12 +55,14 @@ FI_HOST_DEVICE int64_t mla_cost(const MlaRequest& r) {
 struct MlaPartition {
   int64_t cost, range_cost;  // range_cost: of a range, without the remainder
   int32_t ranges, num_splits, snap, q_tiles;
+  int32_t chunk_tiles, cut_tiles;  // of fixed splits: KV tiles of a chunk, and between which an item may be cut
 };
 // With fixed splits: ranges of equal numbers of chunks. No item is cut (snap) if the workspace has too few slots, or
 // if the longest range is then at most a chunk longer. Whether an item is cut changes no bits.
-FI_HOST_DEVICE MlaPartition mla_chunk_partition(const MlaPlanParams& p, int32_t max_ranges, int32_t slots, int64_t cost,
+FI_HOST_DEVICE MlaPartition mla_chunk_partition(const MlaPlanParams& p, int32_t kind, int64_t cost,
                                                 const MlaRequest& first, bool uniform) {
-  MlaPartition d{cost, cost, 1, 0, 0, first.q_tiles};
+  const int32_t max_ranges = p.ranges[kind], slots = p.slots[kind], chunk_tiles = p.chunk_tiles[kind];
+  MlaPartition d{cost, cost, 1, 0, 0, first.q_tiles, chunk_tiles, kMlaChunkTiles};
   if (cost == 0) return d;
   const int64_t items = uniform ? static_cast<int64_t>(p.batch) * first.q_tiles : cost;
   const auto longest = [&](int64_t units) { return (units + max_ranges - 1) / max_ranges; };
@@ -67,6 +70,16 @@ FI_HOST_DEVICE MlaPartition mla_chunk_partition(const MlaPlanParams& p, int32_t 
   const int64_t most = is_whole ? items : cost;
   d.ranges = static_cast<int32_t>(max_ranges < most ? max_ranges : most);
   d.snap = is_whole ? 0x7fffffff : 0;
+  const int64_t chunks = kMlaChunkTiles / chunk_tiles;  // of a cut between few states
+  if (is_whole || chunks == 1) return d;
+  // Cuts between fine chunks balance better, but each chunk then has a state to store and to load, which takes a fifth
+  // of its keys' time.
+  const int64_t each = longest(cost), few_states = longest((cost + chunks - 1) / chunks) * chunks;
+  const bool is_fine = 5 * few_states > 6 * each;
+  if (is_fine) d.cut_tiles = chunk_tiles;
+  const int64_t most_chunks = is_fine ? each : few_states, wanted = (cost + most_chunks - 1) / most_chunks;
+  // No two cuts of an item may be one.
+  d.ranges = static_cast<int32_t>(is_fine || cost >= wanted * chunks ? wanted : cost / chunks > 1 ? cost / chunks : 1);
   return d;
 }
 
@@ -75,11 +88,11 @@ template <bool kChunks>
 FI_HOST_DEVICE MlaPartition mla_partition(const MlaPlanParams& p, int32_t kind, int64_t cost, const MlaRequest& first,
                                           bool uniform) {
   const int32_t max_ranges = p.ranges[kind];
-  if constexpr (kChunks) return mla_chunk_partition(p, max_ranges, p.slots[kind], cost, first, uniform);
+  if constexpr (kChunks) return mla_chunk_partition(p, kind, cost, first, uniform);
   // KV tiles; 4 are slower for short requests (docs/notes/mla-merge.md).
   constexpr int32_t kMinRangeTiles = 2;
   constexpr int32_t kSnapDivisor = 32;  // a boundary this part of a range from the end of an item moves there
-  MlaPartition d{cost, cost, 1, 0, 1, first.q_tiles};
+  MlaPartition d{cost, cost, 1, 0, 1, first.q_tiles, 0, 1};
   if (cost == 0) return d;
   const int32_t items = p.batch * first.q_tiles, idle = max_ranges / 16, tiles = first.item_cost() - kMlaWorkTileCost;
   if (uniform && items <= max_ranges) {
@@ -107,7 +120,7 @@ FI_HOST_DEVICE MlaPartition mla_partition(const MlaPlanParams& p, int32_t kind, 
 
 template <bool kChunks>
 FI_HOST_DEVICE int32_t mla_header_cost(const MlaPartition& d) {
-  if constexpr (kChunks) return d.cost < 0x7fffffff / kMlaChunkTiles ? d.cost * kMlaChunkTiles : 0x7fffffff;
+  if constexpr (kChunks) return d.cost < 0x7fffffff / d.chunk_tiles ? d.cost * d.chunk_tiles : 0x7fffffff;
   return d.cost < 0x7fffffff ? static_cast<int32_t>(d.cost) : 0x7fffffff;
 }
 
@@ -123,10 +136,10 @@ FI_HOST_DEVICE MlaRangeStart mla_start(const MlaPlanParams& p, const MlaPartitio
     const int64_t at = d.cost * g / d.ranges;
     start.request = find(at);
     r = requests[start.request];
-    const int32_t chunks = r.chunks(), tiles = r.item_cost() - kMlaWorkTileCost;
+    const int32_t chunks = r.chunks(d.chunk_tiles), tiles = r.item_cost() - kMlaWorkTileCost;
     start.q_tile = static_cast<int32_t>((at - r.cost) / chunks);
     const auto number = static_cast<int32_t>((at - r.cost) % chunks);
-    done = number * kMlaChunkTiles;
+    done = (number * d.chunk_tiles + (d.cut_tiles - d.chunk_tiles) / 2) / d.cut_tiles * d.cut_tiles;
     if (d.snap > 0) done = 2 * number >= chunks ? tiles : 0;
   } else if (d.num_splits > 0) {
     const int32_t item = g / d.num_splits;

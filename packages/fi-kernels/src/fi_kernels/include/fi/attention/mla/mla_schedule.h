@@ -11,6 +11,10 @@
 // range in which an item begins folds its chunks as it computes them; ranges that continue the item store each chunk,
 // and the item's CTAs fold them behind its own at the end.
 //
+// The kernel for narrow q tiles of few heads has room for the states of two chunks in registers. Its chunks have
+// kMlaFineTiles KV tiles, and those of kMlaChunkTiles are folded to one before: a range stores either one state for
+// each fine chunk of a split item, if items are cut between fine chunks, or one for each kMlaChunkTiles.
+//
 // The number of query tokens is not known on the host, so a plan holds one schedule for each kind of q tile, and a run
 // takes the one of its kernel.
 #pragma once
@@ -23,13 +27,16 @@ constexpr int32_t kMlaMaxRanges = 1023;
 constexpr int32_t kMlaSchedules = 2;  // narrow q tiles, wide q tiles
 // KV tiles of a chunk, which is 0.6 MB of a 16-bit cache; the state of 64 query rows is 0.13 MB.
 constexpr int32_t kMlaChunkTiles = 8;
+constexpr int32_t kMlaFineTiles = 2;  // of a chunk of the kernel for narrow q tiles
 // Cost of beginning a work tile, in KV tiles: it loads queries, fills the pipeline and stores [rows, 512].
 constexpr int32_t kMlaWorkTileCost = 4;
 
 // A schedule is a run of 32-bit words: header, starts[max_ranges + 1], arrivals[max_ranges + 1], requests[batch].
 struct alignas(16) MlaHeader {
-  int32_t ranges, tile_rows, max_splits;  // max_splits: ranges of an item
-  int32_t cost;                           // of all items in KV tiles, at most 2^31 - 1
+  int32_t ranges;
+  int32_t cut_tiles;   // an item is cut at multiples of so many KV tiles
+  int32_t max_splits;  // ranges of an item
+  int32_t cost;        // of all items in KV tiles, at most 2^31 - 1
 };
 
 // The beginning of a work range; of the item there the range in which it begins (leader), and its number of splits; and
@@ -51,9 +58,9 @@ struct alignas(16) MlaRequest {
   // The cost of a q tile.
   FI_HOST_DEVICE int32_t item_cost() const { return (kv_len + kMlaKvTile - 1) / kMlaKvTile + kMlaWorkTileCost; }
   // The chunks of a q tile. A request without keys has one, which writes zeros.
-  FI_HOST_DEVICE int32_t chunks() const {
+  FI_HOST_DEVICE int32_t chunks(int32_t chunk_tiles = kMlaChunkTiles) const {
     const int32_t tiles = (kv_len + kMlaKvTile - 1) / kMlaKvTile;
-    return tiles > 0 ? (tiles + kMlaChunkTiles - 1) / kMlaChunkTiles : 1;
+    return tiles > 0 ? (tiles + chunk_tiles - 1) / chunk_tiles : 1;
   }
 };
 
@@ -105,6 +112,7 @@ struct MlaWorkTile {
   FI_HOST_DEVICE bool folds() const { return false; }               // behind the state in its slot
   FI_HOST_DEVICE bool keeps() const { return false; }
   FI_HOST_DEVICE bool merges() const { return !is_whole(); }
+  FI_HOST_DEVICE bool has_chunks() const { return false; }  // each fine chunk has a slot
   FI_HOST_DEVICE int32_t first_partial() const { return mla_partial(leader, 0); }
   // Where this split stores its own.
   FI_HOST_DEVICE int32_t partial() const { return mla_partial(leader, split); }
@@ -197,12 +205,41 @@ struct MlaChunkScheduler : MlaTileScheduler {
   }
 };
 
+// A work tile of fine chunks.
+struct MlaFineWork : MlaWorkTile {
+  int32_t base;       // the slot of the item's first chunk
+  int32_t cut_tiles;  // of the schedule, if the item is split
+
+  // Each fine chunk has a slot; else every kMlaChunkTiles KV tiles have.
+  FI_HOST_DEVICE bool has_chunks() const { return cut_tiles < kMlaChunkTiles; }
+  FI_HOST_DEVICE int32_t first_partial() const { return base; }
+  // The slot of the chunk that begins at a KV tile.
+  FI_HOST_DEVICE int32_t slot(int32_t tile) const { return base + tile / kMlaFineTiles; }
+};
+
+// Gives the work tiles of one range whose chunks are fine.
+struct MlaFineScheduler : MlaTileScheduler {
+  using WorkTile = MlaFineWork;
+
+  FI_HOST_DEVICE bool next(MlaFineWork& s) {
+    if (!MlaTileScheduler::next(s)) return false;
+    s.base = 0, s.cut_tiles = kMlaChunkTiles;
+    if (s.is_whole()) return true;
+    s.base = static_cast<int32_t>(schedule.requests()[s.index].cost) + s.q_tile * s.request.chunks(kMlaFineTiles);
+    s.cut_tiles = schedule.header().cut_tiles;
+    return true;
+  }
+};
+
 // Of the kernels of a unit.
-#ifdef FI_FIXED_SPLITS
-constexpr bool kMlaFixedSplits = true;
+#if defined(FI_FINE_SPLITS)
+constexpr bool kMlaFixedSplits = true, kMlaFineSplits = true;
+using MlaScheduler = MlaFineScheduler;
+#elif defined(FI_FIXED_SPLITS)
+constexpr bool kMlaFixedSplits = true, kMlaFineSplits = false;
 using MlaScheduler = MlaChunkScheduler;
 #else
-constexpr bool kMlaFixedSplits = false;
+constexpr bool kMlaFixedSplits = false, kMlaFineSplits = false;
 using MlaScheduler = MlaTileScheduler;
 #endif
 using MlaWork = MlaScheduler::WorkTile;

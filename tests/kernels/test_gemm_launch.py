@@ -290,11 +290,34 @@ def test_all_tokens_are_added_alike_where_bits_may_not_follow_the_batch(tmp_path
     """Tiles for few tokens add 16-bit products as others do, and fp8 products in parts of another size."""
     gpu = Gpu(build_driver(tmp_path), tmp_path / "log", 90, FI_BATCH_INVARIANT="1")
     axes = {"a": dtype, "b": dtype, "out": "bf16", "scales": "rows", "tiles": "batched", "b_major": "k"}
-    for m, n, k in ((16, 2112, 7168), (128, 2112, 7168), (132, 576, 5120), (172, 7168, 4096)):
+    for m, n, k in ((16, 2624, 7168), (128, 2624, 7168), (132, 2624, 5120), (172, 7168, 4096)):
         operands = {"out": Tensor(OUT, (m, n), "bf16"), "a": Tensor(A, (m, k), dtype), "b": Tensor(B, (n, k), dtype)}
         call = gpu.call("gemm", axes | {"fast_accum": False, "tokens": 0}, operands, implementation="wgmma_sm90")
         assert one(call)["cluster"] == [1, 1, 1]
         assert dtype == "bf16" or "small_m" not in one(call)["name"]
+    gpu.close()
+
+
+@pytest.mark.parametrize(("n", "k", "parts"), [(576, 7168, 8), (1536, 7168, 2), (2048, 4096, 2), (64, 2048, 8)])
+def test_weights_of_few_rows_are_added_in_as_many_parts_for_any_tokens(
+    tmp_path: Path, n: int, k: int, parts: int
+) -> None:
+    """Of few tokens each CTA of a cluster has a part; of many a CTA computes one after the other."""
+    gpu = Gpu(build_driver(tmp_path), tmp_path / "log", 90, FI_BATCH_INVARIANT="1")
+    axes = {"a": "bf16", "b": "bf16", "out": "bf16", "scales": "rows", "tiles": "batched", "b_major": "k"}
+    axes |= {"fast_accum": False}  # type: ignore[dict-item]
+    names = set()
+    for m in (1, 16, 64, 65, 130, 600, 5000):
+        operands = {"out": Tensor(OUT, (m, n), "bf16"), "a": Tensor(A, (m, k), "bf16"), "b": Tensor(B, (n, k), "bf16")}
+        few = m <= 64
+        own = {"tokens": next(t for t in (8, 16, 32, 64) if t >= m) if few else 0}
+        implementation = "wgmma_small_m_sm90" if few else "wgmma_parts_sm90"
+        launch = one(gpu.call("gemm", axes | own, operands, implementation=implementation))
+        shares = "small_m" in launch["name"]
+        assert launch["cluster"] == [parts if shares else 1, 1, 1]
+        assert shares or parameters(launch, "GemmSm90Params")["splits"] == parts
+        names.add(shares)
+    assert names == {False, True}
     gpu.close()
 
 

@@ -132,11 +132,13 @@ _ALONE = {
         "128x176": 767,
         "128x128": 579,
         "64x256": 600,
+        "64x64": 200,
         "64x128": 292,
         "128x272": 1130,
         "128x208": 883,
         "128x160": 713,
         "small_m_64x64": 205,
+        "small_m_64x128": 480,
         "small_m_64x192": 362,
     },
     "rows": {
@@ -276,25 +278,29 @@ def _small_m_entry(axes: Values, tokens: int, warpgroups: int, blocks: int, k_bl
     return Entry(f"gemm_small_m_{tokens}x{rows}", body, 128 * warpgroups + 64, config, _SHARED, 1)
 
 
-# Rows of weights of a tile of 16-bit operands where k may not be split, so that weights of few rows still fill a card:
-# as many CTAs for 1024 and for 4096 rows.
-_NARROW_ROWS = (32, 16, 8)
-
-
-def _narrow_entry(axes: Values, rows: int) -> Entry:
-    a, out, tokens, blocks = DTYPES[axes["a"]], DTYPES[axes["out"]], axes["tokens"], 2
-    stages = min(16, (_SHARED - 2048) // (blocks * (64 + tokens) * 128 + 16))
-    body = f"gemm_narrow_sm90<{a.device}, {out.device}, {tokens}, {rows}, {blocks}, {stages}, {_SHARED}>"
-    config = GemmConfig(GemmKind.SMALL_M, tokens, rows, stage_blocks=blocks)
-    return Entry(f"gemm_small_m_{tokens}x{rows}", body, 160, config, _SHARED, 1)
-
-
 def _small_m_unit(axes: Values) -> Unit:
-    entries = [_small_m_entry(axes, axes["tokens"], *tile) for tile in _SMALL_M_TILES]
-    if DTYPES[axes["a"]].bytes == 1 or axes["tiles"] != "batched":
-        return Unit("fi/gemm/gemm_small_m_sm90.cuh", "GemmSm90Params", tuple(entries))
-    entries += [_narrow_entry(axes, rows) for rows in _NARROW_ROWS]
-    return Unit("fi/gemm/gemm_narrow_sm90.cuh", "GemmSm90Params", tuple(entries))
+    entries = tuple(_small_m_entry(axes, axes["tokens"], *tile) for tile in _SMALL_M_TILES)
+    return Unit("fi/gemm/gemm_small_m_sm90.cuh", "GemmSm90Params", entries)
+
+
+# Tiles of 16-bit products that add k in parts: there are registers for two sets of sums of up to 176 columns.
+_PARTS_TILES = ((128, 192), (128, 176), (128, 128), (64, 128))
+_SMALL_PARTS_TILE = _Tile(64, 64, 12, 300)  # for 65 to a few hundred tokens
+_PARTS_FEW_TOKENS = ((1, 2, 412), (2, 2, 600))  # as _MORE_TOKENS
+
+
+def _parts_unit(axes: Values) -> Unit:
+    a, out = DTYPES[axes["a"]], DTYPES[axes["out"]]
+    mainloop, epilogue = (
+        f"fi::AccumulateParts<{{0}}, {a.device}, {a.device}>",
+        f"fi::StoreRows<{{0}}, {out.device}, true>",
+    )
+    tiles = [tile._replace(stores=GemmStores.ROWS) for tile in TILES["16 bits"] if tile[:2] in _PARTS_TILES]
+    tiles.append(_SMALL_PARTS_TILE)
+    made = [tile.entry("gemm", mainloop, epilogue, "BatchedTiles") for tile in tiles]
+    made += [_small_m_entry(axes, _SMALL_M_TOKENS[-1], *tile) for tile in _PARTS_FEW_TOKENS]
+    entries = tuple(_alone(entry, _ALONE["16 bits"]) for entry in made)
+    return Unit("fi/gemm/gemm_any_m_sm90.cuh", "GemmSm90Params", entries, flags=THREADS)
 
 
 _SAME_OR_FP8 = Rule(
@@ -322,6 +328,13 @@ _ONE_ORDER = Rule(
     "16-bit operands inside of fi_core.batch_invariant(), for its sums of fp8 differ from those of more tokens",
     lambda a, batch_invariant: not batch_invariant or DTYPES[a].bytes == 2,
 )
+_ONE_PART = Rule(("k",), "k that is not added in parts", lambda k: k != "parts")
+_PARTS = (
+    Constraint("k", "==", "parts"),
+    Constraint("a", "in", ("f16", "bf16")),
+    Constraint("b_major", "==", "k"),
+    Constraint("tiles", "==", "batched"),
+)
 _HOPPER: tuple[Constraint | Rule, ...] = (*exactly(90), _SAME_OR_FP8, Constraint("alignment", ">=", _TMA_BYTES))
 _FLOATS = ("f16", "bf16", "e4m3", "e5m2")
 GEMM = Op(
@@ -341,7 +354,8 @@ GEMM = Op(
         "fast_accum": Field((False, True), False),
         "alignment": Field((1, 2, 4, 8, 16), 16),
         "m": Field(None, _LARGE_M),
-        "k": Field(("short", "long"), "long"),
+        # parts: inside of batch_invariant(), of weights of few rows
+        "k": Field(("short", "long", "parts"), "long"),
     },
     axes={
         "a": _FLOATS,
@@ -373,14 +387,16 @@ GEMM = Op(
                 Rule(
                     ("m", "k"),
                     f"at most {_SHORT_K_TOKENS} tokens where k is short",
-                    lambda m, k: k == "long" or m <= _SHORT_K_TOKENS,
+                    lambda m, k: k != "short" or m <= _SHORT_K_TOKENS,
                 ),
             ),
         ),
+        Implementation("wgmma_parts_sm90", (*_HOPPER, *_PARTS), _parts_unit, axes=_exact),
         Implementation(
             "wgmma_sm90",
             (
                 *_HOPPER,
+                _ONE_PART,
                 Rule(("a", "b_major"), "K-major b, or 16 bits", lambda a, major: major == "k" or a in ("f16", "bf16")),
             ),
             _unit,
@@ -391,6 +407,7 @@ GEMM = Op(
     # Beside those of served models.
     prebuilt=(
         *({"a": "bf16", "b": "bf16", "m": tokens} for tokens in (*_SMALL_M_TOKENS, _LARGE_M)),
+        {"a": "bf16", "b": "bf16", "m": _LARGE_M, "k": "parts"},
         *({"a": "e4m3", "b": "e4m3", "m": tokens} for tokens in (*_SMALL_M_TOKENS, _LARGE_M)),
         *({"a": "e4m3", "b": "e4m3", "tiles": "groups", "m": tokens} for tokens in (_SMALL_M_TOKENS[-1], _LARGE_M)),
         *({"a": "e4m3", "b": "e4m3", "scales": "column_blocks", "m": m} for m in (_SMALL_M_TOKENS[-1], _LARGE_M)),

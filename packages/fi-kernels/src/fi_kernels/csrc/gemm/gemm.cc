@@ -7,7 +7,6 @@
 #include "fi/gemm/gemm_mma.h"
 #include "fi/gemm/gemm_plan.h"
 #include "fi/gemm/gemm_sm90.h"
-#include "fi/gemm/gemm_small_m_cost.h"
 #include "fi/generated/gemm.h"
 #include "fi/host/contents.h"
 
@@ -182,6 +181,12 @@ int64_t tiles_of(const GemmProblem& p, const GemmConfig& t) {
   return (p.rows == GemmRows::kIndices ? 1 : p.batch) * gemm_ceil(p.m, t.rows) * columns;
 }
 
+// Parts of k that a call adds one by one inside of batch_invariant(), whatever the number of tokens; 1: one order of k.
+int64_t parts_of(const GemmProblem& p, const GemmArgs& a) {
+  const bool one = p.rows == GemmRows::kBatched && p.batch == 1 && p.b_k_stride == 1 && a.a.dtype().bytes() == 2;
+  return batch_invariant() && one ? gemm_fixed_parts(p.n, gemm_ceil(p.k * 2, 128)) : 1;
+}
+
 bool one_a(const GemmProblem& p) { return p.rows == GemmRows::kIndptr || p.rows == GemmRows::kIndices; }
 
 bool stores_vectors(const Tensor& out, const GemmProblem& p, int64_t bytes) {
@@ -211,10 +216,7 @@ Tile small_m_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a,
   const auto fits = [&](const GemmConfig& config, int64_t splits) {
     return gemm_small_m_fits(shape, {config.rows, config.columns, config.stage_blocks, splits});
   };
-  constexpr int64_t kWgmmaRows = 64;  // tiles of fewer rows of weights are for products whose k may not be split
-  const auto is_narrow = [&](const Entry& entry) { return GemmConfig::of(entry).columns < kWgmmaRows; };
-  const int64_t tactics = kGemmSmallMSplits * std::count_if(kernel.entries.begin(), kernel.entries.end(),
-                                                            [&](const Entry& entry) { return !is_narrow(entry); });
+  const auto tactics = kGemmSmallMSplits * static_cast<int64_t>(kernel.entries.size());
   FI_CHECK(a.tactic < tactics, ValueError, "tactic must be -1, or below %lld; got %lld",
            static_cast<long long>(tactics), static_cast<long long>(a.tactic));
   if (a.tactic >= 0) {
@@ -225,15 +227,13 @@ Tile small_m_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a,
   }
   const int64_t most = GemmConfig::of(kernel.entries.front()).rows;
   const int64_t wanted = p.rows == GemmRows::kBatched ? gemm_small_m_splits(shape, gemm_ceil(shape.rows, most)) : 1;
-  // The kernel for more tokens does not split k, so a split would follow their number: there are narrow tiles instead.
-  const int64_t splits = batch_invariant() ? 1 : wanted;
-  const bool takes_narrow = wanted > splits && p.batch == 1 && p.m <= most && !p.a_scale && !p.b_scale;
+  const int64_t splits = batch_invariant() ? parts_of(p, a) : wanted;
   Tile best;
   GemmPredictions<GemmConfig> predictions;
   double least = 0;
   for (const Entry& entry : kernel.entries) {
     const auto config = GemmConfig::of(entry);
-    if (!fits(config, splits) || (is_narrow(entry) && !takes_narrow)) continue;
+    if (!fits(config, splits)) continue;
     const double cost = gemm_small_m_cost(shape, {config.rows, config.columns, config.stage_blocks, splits}, card);
     predictions.add(kernel, cost, {&entry, config, splits});
     if (!best.entry || cost < least) best = {&entry, config, splits}, least = cost;
@@ -309,7 +309,8 @@ Tile tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const G
     case GemmKind::SMALL_M:
       return small_m_tile(kernel, p, a, {shape.rows, p.n, gemm_ceil(p.k * shape.bytes, 128), p.batch}, card);
     default:
-      return wgmma_tile(kernel, p, a, shape);
+      return parts_of(p, a) > 1 ? entry_of_parts<GemmConfig>(kernel, shape, parts_of(p, a), a.a.device())
+                                : wgmma_tile(kernel, p, a, shape);
   }
 }
 
@@ -385,7 +386,7 @@ void launch_gemm(const Kernel& kernel, const GemmProblem& given, const GemmArgs&
     describe_operand(kernel, params.out, p.out, shape.out_bytes, p.n, p.m, one_a(p) ? 1 : p.batch, p.out_row_stride,
                      p.out_batch_stride, 64);
   params.transposed = turned;
-  params.splits = static_cast<int32_t>(splits);
+  params.splits = static_cast<int32_t>(std::max(splits, parts_of(given, a)));
   params.own_blocks = static_cast<int32_t>(gemm_ceil(params.k_blocks, splits));
   params.own_groups = static_cast<int32_t>(gemm_ceil(t.columns / 16, splits));
   if (turned) params.last_column = static_cast<int32_t>(last_row(card, p, p.n, t.columns, shape.bytes * p.m * p.k));
@@ -462,6 +463,9 @@ GemmRequest request_of(const GemmArgs& a) {
   }
   r.m = std::min(m, kLargeM);
   r.k = short_k(k, a.b.dtype().bytes(), a.b.ndim() == 2) ? Request::K::kShort : Request::K::kLong;
+  const bool batched = r.tiles == Request::Tiles::kBatched && !a.m_indices, of_16_bits = a.a.dtype().bytes() == 2;
+  const bool one = batched && of_16_bits && !n_major && (a.a.ndim() == 2 || a.a.size(0) == 1);
+  if (batch_invariant() && one && gemm_fixed_parts(n, gemm_ceil(k * 2, 128)) > 1) r.k = Request::K::kParts;
   return r;
 }
 

@@ -4,7 +4,8 @@
 
 namespace fi {
 
-constexpr int kGemmSplits = 4;  // CTAs of a cluster that share the k of a tile for any number of tokens, at most
+constexpr int kGemmSplits = 4;        // CTAs of a cluster that share the k of a tile for any number of tokens, at most
+constexpr int kGemmSmallMSplits = 8;  // those that share a tile of few tokens, at most
 
 // Which rows of a meet which matrix of b.
 enum class GemmRows : int32_t {

@@ -26,7 +26,7 @@ struct GemmTiling {
 // A card: its SMs, and the clusters of two and more CTAs that run at a time, by their number of CTAs; bytes of L2; by
 // its clocks, MHz of the SMs and bytes of memory in a us. Those that stand here are of an NVIDIA H200.
 struct GemmCard {
-  int64_t multiprocessors, clusters[kGemmSplits + 1];
+  int64_t multiprocessors, clusters[kGemmSmallMSplits + 1];
   int64_t l2_bytes = 60 << 20;
   double clock_mhz = 1980, memory_bytes = 4916736;
 };

@@ -5,9 +5,9 @@
 #include <utility>
 #include <vector>
 
-#include "fi/gemm/gemm_cost.h"
 #include "fi/gemm/gemm_operand.h"
 #include "fi/gemm/gemm_sm90.h"
+#include "fi/gemm/gemm_small_m_cost.h"
 #include "fi/host/kernel.h"
 
 namespace fi {
@@ -16,8 +16,8 @@ namespace fi {
 // Clusters of so many CTAs that run at a time, where each CTA takes an SM: SMs come in groups of different sizes. Asked
 // once for each device. A rehearsal has those of an H200, whose groups of SMs leave some without a cluster.
 inline int64_t gemm_clusters(const Kernel& kernel, unsigned ctas, DLDevice device) {
-  static cu::OfDevices<int> known[kGemmSplits + 1];
-  constexpr int64_t kSms = 132, kOfSms[kGemmSplits + 1] = {0, 132, 66, 36, 30};
+  static cu::OfDevices<int> known[kGemmSmallMSplits + 1];
+  constexpr int64_t kSms = 132, kOfSms[kGemmSmallMSplits + 1] = {0, 132, 66, 36, 30, 22, 18, 15, 15};
   if (ctas == 1 || !kernel.library) return kernel.multiprocessors(device) * kOfSms[ctas] / kSms;
   std::atomic<int>& count = known[ctas][device.device_id];
   int found = count.load(std::memory_order_relaxed);
@@ -110,6 +110,29 @@ GemmChoice<Config> cheapest_entry(const Kernel& kernel, int64_t tactic, const Cl
     }
   FI_CHECK(best.entry && tactic < 0, ValueError, "tactic must be -1, or one of this problem below %lld; got %lld",
            static_cast<long long>(number), static_cast<long long>(tactic));
+  predictions.log();
+  return best;
+}
+
+// The cheapest of the entries that add k in `parts`: those of few tokens, whose stages have a size, have a part for
+// each CTA of a cluster; a CTA of the others computes one part after the other.
+template <class Config>
+GemmChoice<Config> entry_of_parts(const Kernel& kernel, const GemmShape& s, int64_t parts, DLDevice device) {
+  GemmCard card = card_with_clusters(kernel, device);
+  card.clusters[parts] = gemm_clusters(kernel, static_cast<unsigned>(parts), device);
+  const GemmSmallMShape few{s.rows, s.n, gemm_ceil(s.k * s.bytes, 128), 1};
+  GemmChoice<Config> best;
+  GemmPredictions<Config> predictions;
+  double least = 0;
+  for (const Entry& entry : kernel.entries) {
+    const auto t = Config::of(entry);
+    const bool shares = t.stage_blocks > 0;
+    const int64_t splits = shares ? parts : 1;
+    if (shares && !gemm_small_m_fits(few, {t.rows, t.columns, t.stage_blocks, splits})) continue;
+    const double cost = gemm_cost(s, {t.rows, t.columns, t.alone_clocks, splits, shares, false}, card);
+    predictions.add(kernel, cost, {&entry, t, splits});
+    if (!best.entry || cost < least) best = {&entry, t, splits}, least = cost;
+  }
   predictions.log();
   return best;
 }

@@ -13,8 +13,6 @@ constexpr int64_t kGemmHalvesStep = 512, kGemmHalvesK = 3072;
 // All that a CTA may have: the registers of a tile leave room for no other CTA.
 constexpr int kGemmSharedBytes = 227 * 1024;
 
-constexpr int kGemmSmallMSplits = 8;  // CTAs of a cluster that share a tile of few tokens, at most
-
 // TMA reads a and b as [k or n, row, matrix]. A box is 128 bytes by the rows that one CTA loads of a
 // tile. Tiles of out are stored from boxes of 128 bytes by 64 rows.
 struct GemmSm90Params {
@@ -32,6 +30,7 @@ struct GemmSm90Params {
   // transposed: behind so many tiles of its own, a CTA shares the k of its last tile with those of its cluster, of
   // which each but the last has so many blocks of k, and sums so many groups of 16 columns.
   int32_t whole_tiles, splits, own_blocks, own_groups;
+  // Of the mainloop that adds k in parts, `splits` is their number.
 };
 
 }  // namespace fi

@@ -76,4 +76,38 @@ struct Accumulate {
   }
 };
 
+// The same with sums of parts of k that are added in fp32: those of the kernel for few tokens, whose CTAs have a part
+// each of stages of two blocks. Products of any number of tokens then have the same bits.
+template <class Tile, class OperandA, class B>
+struct AccumulateParts : Accumulate<Tile, OperandA, B, false> {
+  using Whole = Accumulate<Tile, OperandA, B, false>;
+  using Whole::kCount, Whole::kMBlocks;
+
+  const int parts;
+
+  template <class All>
+  FI_DEVICE AccumulateParts(const GemmSm90Params& p, All& all, int warpgroup)
+      : Whole(p, all, warpgroup), parts(p.splits) {}
+
+  template <class Epilogue>
+  FI_DEVICE void multiply(float (&d)[kMBlocks][kCount], const Epilogue& epilogue, PipelineState& at, int k_blocks) {
+    const unsigned stages = static_cast<unsigned>(k_blocks + 1) / 2;
+#pragma unroll
+    for (int i = 0; i < kMBlocks; ++i)
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) d[i][j] = 0.f;
+#pragma unroll 1
+    for (int part = 0, k = 0; part < parts; ++part) {
+      const int end = min(static_cast<int>(stages * (part + 1) / parts) * 2, k_blocks);
+      float of_part[kMBlocks][kCount];
+      Whole::multiply(of_part, epilogue, at, end - k);
+      k = end;
+#pragma unroll
+      for (int i = 0; i < kMBlocks; ++i)
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) d[i][j] += of_part[i][j];
+    }
+  }
+};
+
 }  // namespace fi

@@ -7,17 +7,23 @@ CUDA-graph replays of both in turns. Steps are all layers of a model (of DeepSee
 norm, the product of the vocabulary and sampling. The weights and caches of two layers (four of Qwen3-Next: three of
 them linear), more than L2 holds, are drawn, and used by all layers in turn; experts of a token are drawn, too. A decode
 step has one token for each request over 4096 keys, a prefill step 256 tokens without a prefix.
+
+With --peers, the folder of FlashInfer and of FlashAttention-3 (vLLM's build), rows of attention have those two as well,
+by their own modes: `fixed_split_size` of as many tokens as a chunk has here, `disable_split_kv` and `num_splits` 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import importlib
 import json
 import math
 import statistics
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +32,7 @@ import torch
 
 import fi_core
 from fi_core import fused_moe, gdn_decode, gdn_prefill, mamba, mla
+from fi_core.attention.ops.decode import INVARIANT_TOKENS
 
 BATCHES = (1, 8, 32, 128)
 KEYS, PROMPT, PAGE = 4096, 256, 16
@@ -310,6 +317,63 @@ def calls(room: Room) -> Iterator[tuple[str, Callable[[int], Call]]]:
     yield "gdn prefill 64", delta
 
 
+def flash_attention() -> Any:
+    """FlashAttention-3 of vLLM's build, without the rest of vLLM."""
+    for name in ("vllm", "vllm.third_party"):
+        sys.modules[name] = module = types.ModuleType(name)
+        module.__path__ = [str(Path(path, *name.split("."))) for path in sys.path]
+    return importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface").flash_attn_varlen_func
+
+
+def peers(room: Room) -> Iterator[tuple[str, str, Callable[[int, bool], Call]]]:
+    """A case, a peer's mode, and what makes the call for a batch, outside and inside of the mode."""
+    flashinfer: Any = importlib.import_module("flashinfer")
+    fa3 = flash_attention()
+
+    def decode(shape: tuple[int, int, int, int], m: int, is_on: bool, **options: Any) -> Callable[..., Any]:
+        heads, kv_heads, dim, keys = shape
+        indptr, ids, last = room.pages(m, keys, PAGE)
+        cache = room.draw(len(ids), 2, PAGE, kv_heads, dim)
+        if not options:
+            lengths = torch.full((m,), keys, dtype=torch.int32, device=room.device)
+            tables, split = {"seqused_k": lengths, "block_table": ids.view(m, -1)}, {"num_splits": 1} if is_on else {}
+            k, v, rows = cache[:, 0], cache[:, 1], room.offsets(m, 1)
+            return lambda q: fa3(q, k, v, 1, rows, keys, causal=True, fa_version=3, **tables, **split)
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=True)
+        types = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+        wrapper.plan(indptr, ids, last, heads, kv_heads, dim, PAGE, **types, **(options if is_on else {}))
+        return lambda q: wrapper.run(q, cache)
+
+    def workspace() -> torch.Tensor:  # of all chunks
+        return torch.empty(2 << 30, dtype=torch.uint8, device=room.device)
+
+    def many(shape: tuple[int, int, int, int], options: dict[str, Any], m: int, is_on: bool) -> Call:
+        heads, kv_heads, dim, keys = shape
+        count = max(1, math.ceil((100 << 20) / (m * keys * 4 * kv_heads * dim)))
+        made, q = [decode(shape, m, is_on, **options) for _ in range(count)], room.draw(m, heads, dim)
+        return lambda: [attend(q) for attend in made]
+
+    pages = {"fixed_split_size": INVARIANT_TOKENS // PAGE}
+    modes: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("FlashInfer, fixed_split_size", pages),
+        ("FlashInfer, disable_split_kv", {"disable_split_kv": True}),
+        ("FlashAttention-3, num_splits 1", {}),
+    )
+    for case, shape in (("decode 32/8 4k", (32, 8, 128, 4096)), ("decode 32/4 16k", (32, 4, 128, 16384))):
+        for mode, options in modes:
+            yield case, mode, functools.partial(many, shape, options)
+
+    def prompts(m: int, is_on: bool) -> Call:
+        indptr = room.offsets(m, PROMPT)
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), backend="fa2")
+        options = {"fixed_split_size": INVARIANT_TOKENS} if is_on else {}  # ragged keys: in tokens
+        wrapper.plan(indptr, indptr, 32, 8, 128, causal=True, q_data_type=torch.bfloat16, **options)
+        q, k, v = (room.draw(m * PROMPT, heads, 128) for heads in (32, 8, 8))
+        return lambda: wrapper.run(q, k, v)
+
+    yield "prefill 256", modes[0][0], prompts
+
+
 def cases(room: Room) -> Iterator[tuple[str, bool, Callable[[int], Call]]]:
     """A name, whether it is a step, and what makes the call for a batch."""
     for model in MODELS:
@@ -353,6 +417,21 @@ def timed(make: Callable[[int], Call], batch: int, device: str, times: int = 9) 
         with fi_core.batch_invariant() if on else contextlib.nullcontext():
             calls.append(make(batch))
             made.append(repeated(calls[-1], device))
+    return in_turns(made, device, times)
+
+
+def timed_peer(make: Callable[[int, bool], Call], batch: int, times: int = 9) -> tuple[float, float]:
+    """The same of a peer's mode."""
+    calls, made = list[Call](), list[Call]()
+    for on in (False, True):
+        torch.manual_seed(0)
+        calls.append(make(batch, on))
+        made.append(repeated(calls[-1], "cuda"))
+    return in_turns(made, "cuda", times)
+
+
+def in_turns(made: Sequence[Call], device: str, times: int) -> tuple[float, float]:
+    """us of both calls."""
     found: list[tuple[float, ...]] = []
     for n in range(times):
         off = microseconds(made[0], device)
@@ -367,24 +446,32 @@ def timed(make: Callable[[int], Call], batch: int, device: str, times: int = 9) 
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="jsonl, which is written anew")
-    parser.add_argument("--only", nargs="+", default=[], help="words of the cases to time (all)")
+    parser.add_argument("--only", nargs="+", default=[], help="words of the cases to time (all); not of peers")
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    parser.add_argument("--peers", type=Path, nargs="+", default=[], help="folders of FlashInfer and of vLLM")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no other case behind so many")
     args = parser.parse_args(words)
     device, begin = ("cuda", time.monotonic()) if torch.cuda.is_available() else ("cpu", time.monotonic())
     card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     torch.set_grad_enabled(False)
+    sys.path[:0] = map(str, args.peers)
+    room = Room(device)
+    every: list[tuple[str, dict[str, Any], Callable[[int], tuple[float, float]]]] = [
+        (name, {"step": True} if is_step else {}, lambda m, make=make: timed(make, m, device))
+        for name, is_step, make in cases(room)
+    ]
+    if args.peers:
+        every += [(case, {"peer": mode}, functools.partial(timed_peer, make)) for case, mode, make in peers(room)]
     with args.out.open("w") as file:
-        for name, is_step, make in cases(Room(device)):
-            if args.only and not any(word in name for word in args.only):
+        for name, kind, measure in every:
+            if args.only and not any(word in name for word in args.only) and "peer" not in kind:
                 continue
             for batch in args.batches:
                 if time.monotonic() - begin > args.seconds:
                     return 0
-                off, on = timed(make, batch, device)
-                kind = {"step": True} if is_step else {}
+                off, on = measure(batch)
                 row = {"card": card, "case": name, "batch": batch, "off_us": round(off, 1), "on_us": round(on, 1)}
-                print(f"{name} {batch}: {off:.1f} {on:.1f} {on / off:.3f}", flush=True)
+                print(f"{name} {batch} {kind.get('peer', '')}: {off:.1f} {on:.1f} {on / off:.3f}", flush=True)
                 file.write(json.dumps(row | kind) + "\n")
                 file.flush()
                 if device == "cuda":

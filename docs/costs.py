@@ -12,7 +12,7 @@ def invariance_table(steps: bool = False) -> str:
     """One row a call, or a step of a model, one column a batch: time inside of batch_invariant() over time outside."""
     found: dict[str, dict[int, tuple[float, float]]] = {}
     for row in rows("batch-invariance"):
-        if row.get("step", False) == steps:
+        if row.get("step", False) == steps and "peer" not in row:
             found.setdefault(row["case"], {})[row["batch"]] = row["off_us"], row["on_us"] / row["off_us"]
     batches = sorted({batch for cells in found.values() for batch in cells})
 
@@ -25,6 +25,20 @@ def invariance_table(steps: bool = False) -> str:
     what = "on / off, of us" if steps else "on / off"
     head = what, *(f"batch {b}" for b in batches)
     return f"{table(head, lines)}\n\nGeometric mean {mean:.3f}, worst {max(every):.2f}."
+
+
+def invariance_peers_table() -> str:
+    """One row a call and a peer's mode: time with the mode over time without, and beside that of batch_invariant()."""
+    every = rows("batch-invariance")
+    own = {(row["case"], row["batch"]): row for row in every if "peer" not in row}
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for row in every:
+        if "peer" in row:
+            ratio, here = row["on_us"] / row["off_us"], own[row["case"], row["batch"]]["on_us"]
+            found.setdefault((row["case"], row["peer"]), {})[row["batch"]] = f"{ratio:.2f}, {row['on_us'] / here:.2f}"
+    batches = sorted({batch for cells in found.values() for batch in cells})
+    lines = [(*of, *(cells.get(batch, "-") for batch in batches)) for of, cells in found.items()]
+    return table(("on / off, peer / fi", "mode", *(f"batch {b}" for b in batches)), lines)
 
 
 def indexer_table() -> str:

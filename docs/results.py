@@ -310,6 +310,7 @@ TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its
     "moe": moe_table,
     "batch-invariance": costs.invariance_table,
     "batch-invariance-steps": lambda: costs.invariance_table(steps=True),
+    "batch-invariance-peers": costs.invariance_peers_table,
     "promises": support.promises_table,
     "indexer": costs.indexer_table,
     "adapters": costs.adapters_table,

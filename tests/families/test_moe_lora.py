@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from fi_core.fused_moe import (
     interleave_moe_weights_for_sm90_mixed_gemm,
 )
 from fi_core.fused_moe.ops import moe_activation, moe_gated_gemm
+from fi_core.runtime.launch import plan
+from fi_core.runtime.resolve import ahead
 
 BF16 = torch.bfloat16
 LIMIT = {"16 bits": 1e-2, "fp8": 6e-2, "mxfp4": 1e-2}
@@ -200,6 +203,25 @@ def test_a_graph_serves_other_adapters(form: str) -> None:
         lora[-2].copy_(of)
         graph.replay()
         assert error(out, layer(x, ids, scales, v1, v2, lora, Act.Swiglu)) < LIMIT[form]
+
+
+def test_the_first_call_begins_the_kernels_of_other_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters follow the tokens, so that no number is refused, and calls of another number begin nothing again."""
+    said: list[str] = []
+    monkeypatch.setattr(ahead.diagnose, "once", lambda level, text: said.append(text))
+    counts: list[int] = []
+    monkeypatch.setattr(plan.LaunchPlan, "prepare", lambda self, learns=True: counts.append(len(self.forms[1])))
+    w1, w2, *_ = weights_of("16 bits", "cpu", 2 * INTER)
+    signature = inspect.signature(cutlass_fused_moe)
+    for tokens in (64, 9):
+        ids, scales = chosen(tokens, EXPERTS, TOP_K, "cpu")
+        x, lora = rand(tokens, HIDDEN, dtype=BF16, device="cpu"), adapters(tokens, "cpu")
+        call = signature.bind(x, ids, scales, w1, w2, BF16, lora=lora)
+        call.apply_defaults()
+        begin: Any = cutlass_fused_moe.__wrapped__.begin_other_counts  # type: ignore[attr-defined]
+        begin(torch.device("cpu"), call.arguments)
+    assert said == []
+    assert len(counts) == len({*counts}) == len(ahead.TOKEN_COUNTS)
 
 
 def test_refuses_by_name(device: str) -> None:

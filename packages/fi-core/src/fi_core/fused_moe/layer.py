@@ -11,22 +11,32 @@ from fi_core.tllm_enums import ActivationType, is_gated_activation
 if TYPE_CHECKING:
     import torch
 
-# The axis of tokens of the arguments of a layer, by which plans reach the kernels of other numbers of tokens.
-TOKENS: dict[str, int] = dict.fromkeys(
-    (
-        "input",
-        "token_selected_experts",
-        "token_final_scales",
-        "hidden_states",
-        "routing_logits",
-        "topk_ids",
-        "routing_replay_out",
-        "gemm1_lora_delta",
-        "output",
-    ),
-    0,
-)
+    from fi_core.runtime.launch.plan import Axis
 
+
+def _of_adapters(x: torch.Tensor | None) -> int | None:
+    """Of the tensors of an ExpertLora only lora_indices, which are integers, have tokens."""
+    return None if x is None or x.is_floating_point() else 0
+
+
+# The axis of tokens of the arguments of a layer, by which plans reach the kernels of other numbers of tokens.
+TOKENS: dict[str, Axis] = {
+    **dict.fromkeys(
+        (
+            "input",
+            "token_selected_experts",
+            "token_final_scales",
+            "hidden_states",
+            "routing_logits",
+            "topk_ids",
+            "routing_replay_out",
+            "gemm1_lora_delta",
+            "output",
+        ),
+        0,
+    ),
+    "lora": _of_adapters,
+}
 
 # Activations of mixed weights: as they are; e4m3 with a scale for each token, or with a ue8m0 scale for each 32 values.
 AS_GIVEN, E4M3_TOKENS, E4M3_BLOCKS = "", "e4m3 tokens", "e4m3 blocks of 32"

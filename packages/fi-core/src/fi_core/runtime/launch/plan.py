@@ -32,6 +32,7 @@ from fi_core.runtime.tensors import is_special, unreadable
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Axis: TypeAlias = "int | Callable[[torch.Tensor | None], int | None]"  # of an argument, or of each of its tensors
 ALIGNMENT = 256  # bytes of a piece of scratch
 _MOST_KEYS, _MOST_PLANS = 4096, 8  # of a function; of a key, whose calls differ in strides, dtypes or optional tensors
 # Forms lie in one address space, so that a view knows its place and its alignment: scratch begins at 0, the n-th tensor
@@ -248,14 +249,14 @@ class plans_launches:
         out: the argument that receives the result.
         by: the tensor by whose shape and device plans are told apart first; None: the first one that is required.
         workspace: the argument that is memory for scratch.
-        tokens: the axis of tokens of each argument that has one. On CUDA the first call of a layer begins to compile
-            the kernels of other numbers of tokens.
+        tokens: the axis of tokens of each argument that has one, or a function that tells it of each of its tensors.
+            On CUDA the first call of a layer begins to compile the kernels of other numbers of tokens.
 
     A plan is kept where one of the host modules of its steps exports `steps` (FI_STEPS).
     """
 
     def __init__(
-        self, out: str, by: str | None = None, workspace: str = "None", tokens: Mapping[str, int] | None = None
+        self, out: str, by: str | None = None, workspace: str = "None", tokens: Mapping[str, Axis] | None = None
     ) -> None:
         self.out, self.by, self.workspace, self.tokens = out, by, workspace, tokens or {}
         self.known: dict[Any, tuple[LaunchPlan, ...] | None] = {}  # by what is no tensor; None: calls are not planned
@@ -312,7 +313,8 @@ class plans_launches:
 
     def _tensors(self, named: dict[str, Any]) -> list[tuple[Any, int | None]]:
         """The tensors of a call in order, each with its axis of tokens."""
-        return [(x, self.tokens.get(p.name)) for p in self.tensors for x in _listed(named[p.name])]
+        axes = ((x, self.tokens.get(p.name)) for p in self.tensors for x in _listed(named[p.name]))
+        return [(x, axis(x) if callable(axis) else axis) for x, axis in axes]
 
     def _list(self, plan: LaunchPlan, named: dict[str, Any]) -> tuple[Any, Any]:
         """(the form of the argument `out`, what the function returns) where it lists its launches."""
@@ -340,9 +342,7 @@ class plans_launches:
                 plan.prepare(learns=False)
 
     def _recover(self, named: dict[str, Any], error: Exception) -> None:
-        """Raises the error of a call, unless a tensor is one that only the ops themselves can take or refuse, or a
-        value is no part of a key, as a list is not.
-        """
+        """Raises the error of a call, unless only ops can take or refuse a tensor, or a value is no part of a key."""
         is_special = any(x is not None and unreadable(x) for x, _ in self._tensors(named))
         if not is_special and all(isinstance(named[name], Hashable) for name in self.numbers):
             raise without_frames(error)

@@ -1,33 +1,11 @@
 // moe_sort on sm_80 and later: one launch of one CTA, or of a cluster of CTAs on sm_90. Each warp counts the slots of
 // each expert in its share, a scan makes first rows of the counts, then each warp places its slots in order.
 #pragma once
-#include "fi/cuda/convert.cuh"
 #include "fi/cuda/ptx/cluster_sm90.cuh"
+#include "fi/cuda/scan.cuh"
 #include "fi/fused_moe/moe_sort.h"
 
 namespace fi {
-
-// Exclusive sums of x over the threads of a CTA of 32 warps; `sums` is 32 words of shared memory.
-FI_DEVICE int exclusive_sum(int x, int* sums) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int sum = x;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, sum, step);
-    if (lane >= step) sum += other;
-  }
-  if (lane == 31) sums[warp] = sum;
-  __syncthreads();
-  int before = sums[lane];
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, before, step);
-    if (lane >= step) before += other;
-  }
-  const int of_warp = __shfl_sync(0xffffffffu, before, max(warp - 1, 0));
-  __syncthreads();  // `sums` may be used again
-  return sum - x + (warp ? of_warp : 0);
-}
 
 // The lanes with the expert of this one, of numbers of so many bits; all without one (-1) have the same.
 FI_DEVICE unsigned same_lanes(int expert, int bits) {
@@ -109,8 +87,8 @@ FI_DEVICE void moe_sort(const MoeSortParams& p) {
 #endif
   }
   if (e >= experts) all = 0;
-  const int start = exclusive_sum(all, sums);
-  const int number = exclusive_sum(all > 0, sums);
+  const int start = exclusive_sum<kMoeSortWarps>(all, sums);
+  const int number = exclusive_sum<kMoeSortWarps>(all > 0, sums);
   if (e < experts) {
     total[e] = start + before;
     if (rank == 0) {

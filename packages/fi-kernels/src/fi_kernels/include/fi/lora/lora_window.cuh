@@ -1,7 +1,7 @@
 // The pairs of a window of kLoraWindow in tiles of one adapter and one expert, found by each CTA for itself: nothing is
 // sorted before.
 #pragma once
-#include "fi/cuda/ptx/pdl.cuh"
+#include "fi/cuda/scan.cuh"
 #include "fi/lora/lora_delta.h"
 
 namespace fi {
@@ -58,7 +58,7 @@ struct LoraWindow {
  private:
   // Finds the pairs with this one's key, all of which lie in [begin, end), and lists tiles in the order of their pairs.
   FI_DEVICE void place(int own, int begin, int end) {
-    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+    const int thread = static_cast<int>(threadIdx.x);
     int start = -1, before = 0, total = 0;
     for (int i = begin / 4; i * 4 < end; ++i) {
       const int4 four = keys[i];
@@ -69,19 +69,9 @@ struct LoraWindow {
     }
     const bool opens = own >= 0 && before == 0;
     const int size = opens ? (total + kRows - 1) / kRows << 16 | total : 0;
-    int sum = size;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(0xffffffffu, sum, step);
-      if (lane >= step) sum += other;
-    }
-    if (lane == 31) sums[warp] = sum;
-    __syncthreads();
-#pragma unroll
-    for (int w = 0; w < kLoraWarps; ++w)
-      if (w < warp) sum += sums[w];
-    if (opens) starts[thread] = sum - size;
-    if (thread == kLoraThreads - 1) tiles = sum >> 16;
+    const int first = exclusive_sum<kLoraWarps>(size, sums);
+    if (opens) starts[thread] = first;
+    if (thread == kLoraThreads - 1) tiles = (first + size) >> 16;
     __syncthreads();
     if (own >= 0) {
       const int at = starts[start], member = (at & 0xffff) + before, number = (at >> 16) + before / kRows;

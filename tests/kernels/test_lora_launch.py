@@ -58,12 +58,34 @@ def test_what_is_expanded_waits_for_sums_only(gpu: Gpu) -> None:
         assert (p["middle"], p["parts"], p["middle_part_stride"], p["middle_row_stride"]) == (SUMS, 8, 64 * 16, 16)
 
 
-@pytest.mark.parametrize("pairs", [1, 16, 64, 256, 1024])
-def test_few_adapters_share_rows_among_multiprocessors(gpu: Gpu, pairs: int) -> None:
-    """The parts of `in` are those of any batch, so that bits are; chunks of columns are not."""
-    shrink, expand = (parameters(found, "LoraDeltaParams") for found in delta(gpu, pairs, 8, 1, 4096, 4096))
-    assert shrink["parts"] == 8
-    assert expand["chunks"] == {1: 32, 16: 16, 64: 16, 256: 16, 1024: 16}[pairs]
+@pytest.mark.parametrize(
+    ("pairs", "rank", "columns"), [(1, 16, 256), (64, 16, 256), (1024, 16, 256), (9000, 16, 1024), (64, 64, 128),
+                                   (1024, 64, 256), (64, 256, 128)]
+)  # fmt: skip
+def test_few_adapters_share_rows_among_multiprocessors(gpu: Gpu, pairs: int, rank: int, columns: int) -> None:
+    """The parts of `in` are those of any batch, so that bits are; chunks of columns are not. Their weights lie in
+    shared memory behind the sums of a tile.
+    """
+    shrink, found = delta(gpu, pairs, 8, 1, 4096, 4096, rank)
+    expand = parameters(found, "LoraDeltaParams")
+    assert parameters(shrink, "LoraDeltaParams")["parts"] == 8
+    assert (expand["chunk_groups"], expand["chunks"]) == (columns // 32, 4096 // columns)
+    rows = {1: 8, 64: 16}.get(pairs, 32)
+    assert found["shared_bytes"] == 2 * rows * (rank + 8) + 2 * rank * columns
+
+
+def test_no_more_ctas_than_tiles_have_tasks(gpu: Gpu) -> None:
+    """64 pairs of 8 adapters have at most 11 tiles of 16, of 8 parts and of 16 chunks."""
+    shrink, expand = delta(gpu, 64, 8, 1, 4096, 4096)
+    assert (shrink["grid"], expand["grid"]) == ([88, 1, 1], [176, 1, 1])
+
+
+@pytest.mark.parametrize(("begin", "width", "wide"), [(0, 4096, 1), (8, 4104, 1), (2, 4104, 0), (0, 4100, 0)])
+def test_vectors_of_an_output_that_is_aligned(gpu: Gpu, begin: int, width: int, wide: int) -> None:
+    """16 bytes at a time where each slice begins at a multiple of them in every row."""
+    out = Tensor(OUT, (64, width), "bf16")
+    expand = delta(gpu, 64, 8, 1, 4096, 4096, out=out, begin=begin)[1]
+    assert parameters(expand, "LoraDeltaParams")["wide"] == wide
 
 
 def test_a_window_has_no_more_ctas_than_tasks(gpu: Gpu) -> None:

@@ -20,7 +20,6 @@ class LoraDeltaConfig(NamedTuple):
     step: int  # enum LoraStep of lora_delta.cc
     rows: int = 0  # pairs of a tile
     window: int = 256  # pairs among which those of an adapter and an expert are found
-    columns: int = 0  # that a CTA has in registers
     ctas: int = 1  # of an SM
 
 
@@ -37,8 +36,8 @@ def _delta_unit(axes: Values) -> Unit:
             config = LoraDeltaConfig(_SHRINK_STEP, rows, ctas=2)
             entries.append(Entry(f"lora_shrink_{rows}", f"lora_shrink<{dtype}, {tiles}>", 256, config, ctas_per_sm=2))
         if axes["stage"] != "Shrink":
-            columns, ctas = {1: (384, 3), 2: (384, 2), 4: (256, 2)}[tiles]
-            config = LoraDeltaConfig(_EXPAND_STEP, rows, columns=columns, ctas=ctas)
+            ctas = {1: 3, 2: 2, 4: 1 if axes["out"] == "f32" else 2}[tiles]
+            config = LoraDeltaConfig(_EXPAND_STEP, rows, ctas=ctas)
             body = f"lora_expand<{dtype}, {middle}, {out}, {tiles}>"
             entries.append(Entry(f"lora_expand_{rows}", body, 256, config, ctas_per_sm=ctas))
     if axes["stage"] == "Shrink":

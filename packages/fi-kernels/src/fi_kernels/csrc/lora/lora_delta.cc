@@ -206,28 +206,47 @@ struct LoraLaunches {
       kernel.launch(tile(kernel, kAddStep, 0), launch, device, p);
       return;
     }
+    // Chunks of so many columns that each CTA has about two, as far as there are tiles, and that weights fit its
+    // memory.
+    const Entry& expand = tile(kernel, kExpandStep, rows);
+    const int64_t wave = LoraDeltaConfig::of(expand).ctas * kernel.multiprocessors(device);
     int32_t columns = 0;
     for (int32_t s = 0; s < p.slice_count; ++s) columns = std::max(columns, p.slices[s].columns);
-    const int64_t most = (columns + kLeastChunk - 1) / kLeastChunk, tiles = std::min<int64_t>(p.pairs.count, bins);
-    const Entry& expand = tile(kernel, kExpandStep, rows);
-    const auto config = LoraDeltaConfig::of(expand);
-    const int64_t wanted = kernel.multiprocessors(device) / std::max<int64_t>(1, tiles * p.slice_count);
-    p.chunks =
-        static_cast<int32_t>(std::clamp((columns + config.columns - 1) / config.columns, std::min(wanted, most), most));
+    const int64_t groups = (columns + kGroupColumns - 1) / kGroupColumns, bytes = 2 * kGroupColumns * p.rank;
+    const int64_t least = std::clamp<int64_t>(kLeastBytes / bytes, 4, 8), most = std::max(kMostBytes / bytes, least);
+    const int64_t tiles = windows(expand) * tiles_of(expand), passes = (groups + least - 1) / least;
+    const int64_t own = least * std::max<int64_t>(passes * tiles * p.slice_count / (2 * wave), 1);
+    p.chunk_groups = static_cast<int32_t>(std::min({own, most / least * least, groups}));
+    p.chunks = static_cast<int32_t>((groups + p.chunk_groups - 1) / p.chunk_groups);
     tasks(expand, p.slice_count * p.chunks);
   }
 
  private:
-  static constexpr int64_t kRanksOfTask = 32, kLeastChunk = 128;  // kLoraRanks; columns: 16 of each warp
+  static constexpr int64_t kRanksOfTask = 32, kGroupColumns = 32;  // kLoraRanks, kLoraColumns
+  // Weights of a chunk. H200, us of 4096 x 4096 with 8 adapters, 64 tokens of rank 64: 16 KB 15.7, 32 KB 19.7; 1024
+  // tokens: 66 and 51. Of rank 16, 1024 tokens: about one chunk for each CTA 38.9, two 30.6.
+  static constexpr int64_t kLeastBytes = 16 << 10, kMostBytes = 32 << 10;
 
-  void tasks(const Entry& entry, int64_t of_tile) {
+  int64_t windows(const Entry& entry) const {
+    const int64_t pairs = LoraDeltaConfig::of(entry).window;
+    return (p.pairs.count + pairs - 1) / pairs;
+  }
+  // Of a window, at most; where tables of addresses do not tell the number of adapters, an estimate.
+  int64_t tiles_of(const Entry& entry) const {
     const auto config = LoraDeltaConfig::of(entry);
-    const int64_t windows = (p.pairs.count + config.window - 1) / config.window;
-    const int64_t wave = config.ctas * kernel.multiprocessors(device),
-                  tiles = std::min<int64_t>(p.pairs.count, config.window);
-    p.groups = static_cast<int32_t>(std::clamp<int64_t>((wave + windows - 1) / windows, 1, tiles * of_tile));
-    Launch launch{windows * p.groups};
-    launch.shared_bytes = config.step == kShrinkStep ? 4 * 256 * (config.rows + 1) : 2 * config.rows * (p.rank + 8);
+    const int64_t pairs = std::min<int64_t>(p.pairs.count, config.window), used = std::min(pairs, bins);
+    return used + (pairs - used) / config.rows;
+  }
+  void tasks(const Entry& entry, int64_t of_tile) {
+    p.of_tile = divisor(static_cast<uint32_t>(of_tile));
+    const auto config = LoraDeltaConfig::of(entry);
+    const int64_t wave = config.ctas * kernel.multiprocessors(device), count = windows(entry);
+    p.groups = static_cast<int32_t>(
+        std::clamp<int64_t>((wave + count - 1) / count, 1, std::max<int64_t>(1, tiles_of(entry)) * of_tile));
+    Launch launch{count * p.groups};
+    launch.shared_bytes = config.step == kShrinkStep
+                              ? 4 * 256 * (config.rows + 1)
+                              : 2 * config.rows * (p.rank + 8) + 2 * kGroupColumns * p.rank * p.chunk_groups;
     launch.pdl = pdl;
     kernel.launch(entry, launch, device, p);
   }
@@ -253,7 +272,7 @@ void lora_delta(const Kernel& kernel, const LoraDeltaArgs& a) {
   p.pairs.adapters = lora_table(a.lora_indices, a.x, tokens);
 
   // Pairs: each has a token, or they are the slots of the tokens.
-  p.pairs.top_k = 1;
+  p.pairs.top_k = divisor(1);
   if (a.tokens) {
     p.pairs.tokens = lora_table(a.tokens, a.x, pairs);
     if (a.experts) p.pairs.experts = lora_table(a.experts, a.x, pairs);
@@ -261,7 +280,7 @@ void lora_delta(const Kernel& kernel, const LoraDeltaArgs& a) {
     Dim top_k{"top_k"};
     a.experts.is({kI32, kI64}).on(a.x).shape(tokens, top_k);
     p.pairs.experts = {a.experts.data(), a.experts.stride(0), a.experts.stride(1), a.experts.dtype().bits == 64};
-    p.pairs.top_k = static_cast<int32_t>(std::max<int64_t>(1, top_k));
+    p.pairs.top_k = divisor(static_cast<uint32_t>(std::max<int64_t>(1, top_k)));
     pairs.value = tokens * top_k;
   } else {
     pairs.value = tokens;
@@ -384,11 +403,14 @@ void lora_delta(const Kernel& kernel, const LoraDeltaArgs& a) {
   p.out_slice_stride = a.out.ndim() == 3 ? a.out.stride(0) : 0;
   p.scale = static_cast<float>(a.scale);
   p.parts = static_cast<int32_t>(parts);
+  p.part_steps = static_cast<int32_t>(((shrinks ? in.value : 0) + 32 * parts - 1) / (32 * parts));
+  p.of_part = divisor(static_cast<uint32_t>(p.parts)), p.of_rank = divisor(static_cast<uint32_t>(rank));
   p.slice_count = static_cast<int32_t>(slices);
   p.rank = static_cast<int32_t>(rank);
   p.in = static_cast<int32_t>(shrinks ? in.value : 0);
   p.columns = static_cast<int32_t>(expands ? width.value : 0);
-  p.per_pair = a.per_pair, p.add = a.add, p.fill = a.fill, p.ready = a.ready;
+  p.per_pair = a.per_pair, p.add = a.add, p.fill = a.fill, p.ready = a.ready && shrinks;
+  p.wide = expands && !a.begins && a.begin * a.out.dtype().bytes() % 16 == 0 && a.out.row_alignment(16) == 16;
 
   // 3 launch
 #if FI_CUDA

@@ -1,5 +1,6 @@
 // Parameters of lora_delta, shared by launcher, CPU and device code.
 #pragma once
+#include "fi/divisor.h"
 #include "fi/find_segment.h"
 #include "fi/tables.h"
 #include "fi/types.h"
@@ -16,11 +17,12 @@ struct LoraPairs {
   // [experts + 1]: the pairs of each expert; pairs behind the last are none. Null: no such order.
   const int32_t* offsets;
   int64_t first_expert;
-  int32_t count, token_count, top_k, expert_count, loras;
+  int32_t count, token_count, expert_count, loras;
+  Divisor top_k;
 
   static constexpr int32_t kNoAdapter = -1, kNoPair = -2;
 
-  FI_HOST_DEVICE int64_t token_of(int32_t pair) const { return tokens.data ? tokens.at(pair) : pair / top_k; }
+  FI_HOST_DEVICE int64_t token_of(int32_t pair) const { return tokens.data ? tokens.at(pair) : divide(pair, top_k); }
   // adapter << 16 | expert; kNoAdapter; or kNoPair: of an expert elsewhere, or of no token. ends: offsets, or a copy.
   FI_HOST_DEVICE int32_t key_of(int32_t pair, int64_t token, const int32_t* ends) const {
     if (token < 0 || token >= token_count) return kNoPair;
@@ -28,7 +30,7 @@ struct LoraPairs {
     if (ends)
       expert = find_segment(ends, expert_count, pair);
     else if (experts.data)
-      expert = experts.at(tokens.data ? pair : pair / top_k, tokens.data ? 0 : pair % top_k) - first_expert;
+      expert = (tokens.data ? experts.at(pair) : experts.at(token, pair - token * top_k.value)) - first_expert;
     if (expert < 0 || expert >= expert_count) return kNoPair;
     const int64_t adapter = adapters.at(token);
     if (adapter < 0 || adapter >= loras) return kNoAdapter;
@@ -76,10 +78,13 @@ struct LoraDeltaParams {
   float scale;
   int32_t slice_count, rank, in, columns;  // columns: of a row of out
   int32_t per_pair, add, fill;
-  int32_t parts;   // of `in`, whose sums are added in order
-  int32_t chunks;  // of the columns of a slice, which several CTAs compute
-  int32_t groups;  // CTAs that share the pairs of a window
-  // What tells the pairs, and the weights, was complete before the kernel ahead in the stream began.
+  int32_t wide;               // whether 8 columns of the output from a multiple of 8 on begin at a multiple of 16 bytes
+  int32_t parts, part_steps;  // parts of `in`, whose sums are added in order, of so many steps of 32
+  int32_t chunks, chunk_groups;       // chunks of the columns of a slice, which CTAs share, of so many groups of 32
+  int32_t groups;                     // CTAs that share the pairs of a window
+  Divisor of_tile, of_part, of_rank;  // tasks of a tile, parts, rank
+  // What tells the pairs, and the weights, was complete before the kernel ahead in the stream began. Of an expand: it
+  // follows a shrink, so that all but the sums was.
   int32_t ready;
 
   FI_HOST_DEVICE bool fills(int32_t key) const {

@@ -8,6 +8,7 @@ namespace fi {
 
 constexpr int kLoraWarps = 8, kLoraThreads = 32 * kLoraWarps, kLoraWindow = kLoraThreads;
 constexpr int kLoraSharedExperts = 512;  // whose offsets a CTA keeps
+constexpr int kLoraFewBins = 32;         // adapters times experts that are counted
 
 // In shared memory. kRows: the most pairs of a tile.
 template <int kRows>
@@ -17,7 +18,8 @@ struct LoraWindow {
   int members[kLoraWindow];     // pairs of the window, those of a tile side by side
   int tile_keys[kLoraWindow];   // of each tile
   int tile_spans[kLoraWindow];  // its first member << 8 | how many
-  int starts[kLoraWindow];      // of a key's first pair: its first tile << 16 | its first member
+  int starts[kLoraWindow];      // of a key's pairs: its first tile << 16 | its first member
+  int counts[kLoraWindow];      // of each warp: pairs of each of few keys
   int sums[kLoraWarps];
   int offsets[kLoraSharedExperts + 1];
   int tiles;
@@ -52,33 +54,64 @@ struct LoraWindow {
       begin = max(begin, ends[own & 0xffff] - first);
       end = min(end, ends[(own & 0xffff) + 1] - first);
     }
-    place(own, begin, end);
+    const Group group = int64_t{p.pairs.loras} * experts <= kLoraFewBins
+                            ? count(own, (own >> 16) * experts + (own & 0xffff))
+                            : search(own, begin, end);
+    place(own, group);
   }
 
  private:
-  // Finds the pairs with this one's key, all of which lie in [begin, end), and lists tiles in the order of their pairs.
-  FI_DEVICE void place(int own, int begin, int end) {
+  // The pairs with a pair's key: a number that they share, how many there are, and how many come before it.
+  struct Group {
+    int number, total, before;
+  };
+
+  // By counts of each warp, where there are few keys.
+  FI_DEVICE Group count(int own, int bin) {
+    const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
+    const unsigned same = __match_any_sync(0xffffffffu, own), below = (1u << thread % 32) - 1;
+    counts[thread] = 0;
+    __syncthreads();
+    if (own >= 0 && !(same & below)) counts[warp * kLoraFewBins + bin] = __popc(same);
+    __syncthreads();
+    Group group{own < 0 ? 0 : bin, 0, __popc(same & below)};
+#pragma unroll
+    for (int w = 0; w < kLoraWarps; ++w) {
+      const int of_warp = counts[w * kLoraFewBins + group.number];
+      group.total += of_warp;
+      if (w < warp) group.before += of_warp;
+    }
+    return group;
+  }
+  // Among the pairs [begin, end), where all of them lie.
+  FI_DEVICE Group search(int own, int begin, int end) const {
     const int thread = static_cast<int>(threadIdx.x);
-    int start = -1, before = 0, total = 0;
+    Group group{-1, 0, 0};
     for (int i = begin / 4; i * 4 < end; ++i) {
       const int4 four = keys[i];
       const int same = (four.x == own) | (four.y == own) << 1 | (four.z == own) << 2 | (four.w == own) << 3;
-      if (same && start < 0) start = i * 4 + __ffs(same) - 1;
-      total += __popc(same);
-      before += __popc(same & ((1 << min(max(thread - i * 4, 0), 4)) - 1));
+      if (same && group.number < 0) group.number = i * 4 + __ffs(same) - 1;
+      group.total += __popc(same);
+      group.before += __popc(same & ((1 << min(max(thread - i * 4, 0), 4)) - 1));
     }
-    const bool opens = own >= 0 && before == 0;
-    const int size = opens ? (total + kRows - 1) / kRows << 16 | total : 0;
+    return group;
+  }
+  // Lists tiles in the order of their pairs.
+  FI_DEVICE void place(int own, const Group& group) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const bool opens = own >= 0 && group.before == 0;
+    const int size = opens ? (group.total + kRows - 1) / kRows << 16 | group.total : 0;
     const int first = exclusive_sum<kLoraWarps>(size, sums);
-    if (opens) starts[thread] = first;
+    if (opens) starts[group.number] = first;
     if (thread == kLoraThreads - 1) tiles = (first + size) >> 16;
     __syncthreads();
     if (own >= 0) {
-      const int at = starts[start], member = (at & 0xffff) + before, number = (at >> 16) + before / kRows;
+      const int at = starts[group.number], member = (at & 0xffff) + group.before;
       members[member] = thread;
-      if (before % kRows == 0) {
+      if (group.before % kRows == 0) {
+        const int number = (at >> 16) + group.before / kRows;
         tile_keys[number] = own;
-        tile_spans[number] = member << 8 | min(kRows, total - before);
+        tile_spans[number] = member << 8 | min(kRows, group.total - group.before);
       }
     }
     __syncthreads();

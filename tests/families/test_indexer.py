@@ -110,6 +110,18 @@ def test_nothing_is_chosen_where_there_is_nothing(device: str) -> None:
     assert fp8_paged_indexer_topk(**empty, top_k=4).shape == (0, 4)
 
 
+@pytest.mark.parametrize("length", [0, -1, -(2**31)])
+@pytest.mark.parametrize("next_n", [1, 4])
+def test_a_request_without_keys_sees_none(next_n: int, length: int, device: str) -> None:
+    """Also where the length less its drafted tokens has no 32 bits."""
+    x = paged(2, next_n, 3, device)
+    x["context_lens"][0] = length
+    logits = fp8_paged_mqa_logits(**x, schedule_meta=None, max_context_len=3 * PAGE, clean_logits=True)
+    assert (logits[:next_n] == -math.inf).all()
+    chosen = fp8_paged_indexer_topk(**x, top_k=24)
+    assert (chosen[:next_n] == -1).all()
+
+
 @pytest.mark.gpu
 def test_a_graph_chooses_for_other_lengths() -> None:
     x = paged(4, 2, 6, "cuda", 64, 128)

@@ -290,7 +290,7 @@ def _choose_paged_in_pieces(
     lengths = context_lens
     if context_lens.ndim == 1:
         rows = torch.arange(1 - next_n, 1, dtype=torch.int32, device=q.device)
-        lengths = (context_lens[:, None] + rows).clamp(min=0)
+        lengths = (context_lens.clamp(min=0)[:, None] + rows).clamp(min=0)
     step = max(1, min(batch, _LOGITS_BYTES // (4 * max(columns * next_n, 1))))  # requests
     owners = torch.arange(step, dtype=torch.int32, device=q.device).repeat_interleave(next_n)
     scratch = weights.new_empty(step * next_n, max(columns, 1))

@@ -52,12 +52,14 @@ struct MqaLogitsParams {
   FI_HOST_DEVICE int32_t end_of(int32_t row) const {
     if (row >= rows) return 0;
     if (starts) return end_in_array(row);
-    return within_pages(ends_of_rows ? ends[row] : ends[row / next_n] - next_n + 1 + row % next_n);
+    if (ends_of_rows) return within_pages(ends[row]);
+    const int32_t end = ends[row / next_n];
+    return end > 0 ? within_pages(end - next_n + 1 + row % next_n) : 0;
   }
   FI_HOST_DEVICE int32_t end_in_array(int32_t row) const {
-    int32_t end = ends[row] < keys_in_all ? ends[row] : keys_in_all;
-    if (relative && end - begin_of(row) > columns) end = begin_of(row) + columns;
-    return end > 0 ? end : 0;
+    const int32_t end = ends[row] < keys_in_all ? ends[row] : keys_in_all;
+    if (end <= 0) return 0;
+    return relative && end - begin_of(row) > columns ? begin_of(row) + columns : end;
   }
   // Of a number of keys of a request, as many as there are columns and pages.
   FI_HOST_DEVICE int32_t within_pages(int32_t end) const {

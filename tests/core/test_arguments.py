@@ -33,7 +33,7 @@ EACH_OP = pytest.mark.parametrize("op", ops().values(), ids=lambda op: op.name)
 def test_parse() -> None:
     text = 'Tensor(a!) out, Tensor? scale, int k=-1, float eps=1e-6, bool? pdl=None, bool causal=False, str backend="x"'
     assert parse(text) == (
-        Argument("out", "Tensor", True, REQUIRED),
+        Argument("out", "Tensor", True, REQUIRED, "a"),
         Argument("scale", "Tensor?", False, REQUIRED),
         Argument("k", "int", False, -1),
         Argument("eps", "float", False, 1e-6),

@@ -243,7 +243,7 @@ def test_merge_state_refuses(change: dict[str, torch.Tensor], error: type[Except
 def test_merge_state_in_place_refuses(change: dict[str, Any], error: type[Exception], words: str) -> None:
     """Errors name the arguments of this function; s is written, so it is not cast."""
     with pytest.raises(error, match=words):
-        fi_core.merge_state_in_place(**({"v": V, "s": S, "v_other": V, "s_other": S} | change))
+        fi_core.merge_state_in_place(**({"v": V.clone(), "s": S.clone(), "v_other": V, "s_other": S} | change))
 
 
 @pytest.mark.parametrize(

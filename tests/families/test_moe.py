@@ -468,7 +468,7 @@ def test_refusals(device: str) -> None:
         routed(rand(2, 6, dtype=torch.float32, device=device), 2, n_group=4)
     wrong = torch.empty(3, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="rows must have shape"):
-        moe_sort(wrong, wrong, wrong.new_empty(tokens, k), wrong, ids)
+        moe_sort(wrong, wrong.clone(), wrong.new_empty(tokens, k), wrong.clone(), ids)
 
 
 @pytest.mark.parametrize("name", ["situ_beta", "situ_linear_beta"])

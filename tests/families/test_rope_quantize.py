@@ -292,7 +292,11 @@ def test_rejects(change: dict[str, Any], error: type[Exception], words: str) -> 
         ({"page_size": 0}, ValueError, "page_size must be positive"),
         ({"paged_kv_cache": list(_PAGED["paged_kv_cache"])}, KeyError, "paged_kv_cache"),
         ({"paged_kv_cache": tuple(x.half() for x in _PAGED["paged_kv_cache"])}, ValueError, "requires out in"),
-        ({"paged_kv_cache": _PAGED["paged_kv_cache"][:1] * 2}, ValueError, r"paged_kv_cache\[1\] must have shape"),
+        (
+            {"paged_kv_cache": (_PAGED["paged_kv_cache"][0], _PAGED["paged_kv_cache"][0].clone())},
+            ValueError,
+            r"paged_kv_cache\[1\] must have shape",
+        ),
         ({"v": None}, ValueError, "v must be a tensor where k_rope has heads"),
         (
             {"v": None, "paged_kv_cache": torch.zeros(1)},

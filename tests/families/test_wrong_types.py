@@ -170,7 +170,7 @@ def test_names_of_callers_in_turn() -> None:
         (lambda x, i: fi_core.get_batch_indices_positions(i, i[:2], 3, i.clone(), i.clone()), None),
         (lambda x, i: fi_core.get_batch_indices_positions(i.clone(), i[:2].clone(), 3, i, i),
          "batch_indices and positions"),
-        (lambda x, i: fi_core.append_paged_kv_cache(x, x + 1, i[:1], i[:1], (x[None],) * 2, i[:1], i[:2], i[1:2]),
+        (lambda x, i: fi_core.append_paged_kv_cache(x, x + 1, i[:1], i[:1], (x[None] * 2,) * 2, i[:1], i[:2], i[1:2]),
          r"paged_kv_cache\[0\] and paged_kv_cache\[1\]"),
         (lambda x, i: fi_core.rope.rope_quantize_fp8(x, x, x, x, torch.ones(4, 8), i[:1], q_rope_out=x.to(FP8),
                                                      q_nope_out=x.to(FP8)), None),
@@ -184,14 +184,14 @@ def test_results_are_apart(call: Callable[..., Any], words: str | None) -> None:
     if words is None:
         call(x, i)
         return
-    with pytest.raises(ValueError, match=f"{words} are written, so they must not be the same memory"):
+    with pytest.raises(ValueError, match=f"{words} are written, so they must not share memory"):
         call(x, i)
 
 
 def test_q_and_k_rotated_in_place_are_two_tensors() -> None:
     """One tensor would be rotated twice."""
     q = torch.ones(2, 1, 64)
-    with pytest.raises(ValueError, match="q and k are written, so they must not be the same memory"):
+    with pytest.raises(ValueError, match="q and k are written, so they must not share memory"):
         fi_core.apply_rope_pos_ids_inplace(q, q, torch.zeros(2, dtype=torch.int32))
 
 

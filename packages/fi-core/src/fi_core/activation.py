@@ -38,7 +38,7 @@ def _unit(axes: Values) -> Unit:
 ACT_AND_MUL = Op(
     name="act_and_mul",
     family="activation",
-    arguments="Tensor(a!) out, Tensor input, int act, bool? enable_pdl=None",
+    arguments="Tensor(a!) out, Tensor(a) input, int act, bool? enable_pdl=None",
     axes={"dtype": ("f16", "bf16", "f32")},
     config=_Config,
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _unit)),

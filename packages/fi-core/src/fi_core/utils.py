@@ -319,18 +319,6 @@ def check_shape_dtype_device(
         raise ValueError(f"{name}: device must be {expected_device}, got {x.device}")
 
 
-def _check_writable(x: torch.Tensor, name: str) -> None:
-    """Raises ValueError where elements may share memory: a dimension steps over less than the smaller ones take."""
-    taken = 1
-    for step, size in sorted((step, size) for size, step in zip(x.shape, x.stride()) if size > 1):
-        if step < taken:
-            raise ValueError(
-                f"{name} is written, so no two of its elements may share memory; got shape {tuple(x.shape)} with "
-                f"strides {x.stride()}"
-            )
-        taken += step * (size - 1)
-
-
 def _check_kv_layout(kv_layout: str) -> None:
     if kv_layout not in ("NHD", "HND"):  # not the enum: torch.compile cannot trace its members
         raise errors.UnknownWordError(f"kv_layout: allowed are NHD, HND; got {kv_layout!r}")

@@ -51,9 +51,9 @@ _QUANTIZES_16_BITS = Rule(
 ALL_REDUCE = Op(
     name="all_reduce",
     family="comm",
-    arguments="Tensor input, Tensor(a!) workspace, Tensor peers, Tensor status, int rank, int rotation_bytes, "
+    arguments="Tensor(b|c) input, Tensor(a!) workspace, Tensor peers, Tensor status, int rank, int rotation_bytes, "
     "Tensor(b!)? out=None, Tensor(c!)? norm_out=None, Tensor(d!)? quant_out=None, "
-    "Tensor(e!)? scale_out=None, Tensor? residual_in=None, Tensor? weight=None, Tensor? scale=None, "
+    "Tensor(e!)? scale_out=None, Tensor(b)? residual_in=None, Tensor? weight=None, Tensor? scale=None, "
     "int layout=0, int group=128, float eps=1e-06, float weight_bias=0.0, int timeout_ms=300000, int shots=1, "
     "bool scatter=False, bool? enable_pdl=None, bool trigger_at_end=True, int? ctas=None",
     fields={
@@ -108,7 +108,7 @@ def _moe_dispatch_unit(axes: Values) -> Unit:
 MOE_DISPATCH = Op(
     name="moe_dispatch",
     family="comm",
-    arguments="Tensor experts, Tensor(a!) workspace, Tensor peers, Tensor status, int rank, int rotation_bytes, "
+    arguments="Tensor experts, Tensor(d|e|f|g!) workspace, Tensor peers, Tensor status, int rank, int rotation_bytes, "
     "int control_offset, int num_experts, Tensor(b!) rows, Tensor(c!) counts, Tensor payload0, Tensor(d!) received0, "
     "Tensor? payload1=None, Tensor(e!)? received1=None, Tensor? payload2=None, Tensor(f!)? received2=None, "
     "Tensor? payload3=None, Tensor(g!)? received3=None, int timeout_ms=300000, bool? enable_pdl=None",
@@ -124,7 +124,7 @@ def _moe_combine_unit(axes: Values) -> Unit:
 MOE_COMBINE = Op(
     name="moe_combine",
     family="comm",
-    arguments="Tensor payload, Tensor(a!) workspace, Tensor peers, Tensor status, int rank, int rotation_bytes, "
+    arguments="Tensor(a) payload, Tensor(a!) workspace, Tensor peers, Tensor status, int rank, int rotation_bytes, "
     "int control_offset, Tensor rows, Tensor(b!) out, int timeout_ms=300000, bool? enable_pdl=None",
     axes={"dtype": ("bf16", "f16", "f32")},
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda_core", at_least(80), _moe_combine_unit)),

@@ -10,7 +10,7 @@ from fi_core.comm.trtllm_ar import rows_of
 from fi_core.comm.workspace import TRTLLMAllReduceFusionWorkspace, check_group
 from fi_core.norm import fused_add_rmsnorm, rmsnorm
 from fi_core.observe.log import fi_api
-from fi_core.utils import _check_writable
+from fi_core.runtime.tensors import check_apart, check_writable
 
 if TYPE_CHECKING:
     import torch
@@ -220,7 +220,7 @@ def trtllm_custom_all_reduce(
     x, result, residual_in, intermediate = (rows_of(name, tensor, token_num, width) for name, tensor in given)
     assert x is not None and result is not None
     if intermediate is not None:
-        _check_writable(intermediate, "intermediate_buffer")
+        check_writable("intermediate_buffer", intermediate)
     use_oneshot, epsilon = _USE_ONESHOT[strategy_code], 1e-6 if eps is None else eps
     if fusion_op_code == AllReduceFusionOp.RESIDUAL_RMS_NORM:
         pattern = fusion.AllReduceFusionPattern.kARResidualRMSNorm
@@ -234,6 +234,7 @@ def trtllm_custom_all_reduce(
         assert residual_in is not None
         if residual_in.data_ptr() == result.data_ptr():  # the sum is written before the residual is read
             residual_in = residual_in.clone()
+        check_apart({"out": result}, {"residual": residual_in})
     fusion.allreduce_fusion(
         x, workspace, fusion.AllReduceFusionPattern.kAllReduce, launch_with_pdl, output=result, use_oneshot=use_oneshot
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fi_core.observe.log import fi_api
+from fi_core.runtime.tensors import check_apart
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +76,7 @@ def pack_ulysses_qkv_head_chunk(
             f"out must be a contiguous tensor of {query.dtype} and shape {list(shape)}; got {out.dtype}, "
             f"{list(out.shape)}"
         )
+    check_apart({"out": out}, {"query": query, "key": key, "value": value})
     parts = out.view(batch, length, world_size, head_count, 3, head_dim)
     for i, x in enumerate((query, key, value)):
         parts[..., i, :] = x.unflatten(2, (world_size, -1))[:, :, :, head_offset : head_offset + head_count]
@@ -115,6 +117,7 @@ def merge_ulysses_output_head_chunk(
             f"out must be a contiguous tensor of {received.dtype} and shape {list(shape)}; got {out.dtype}, "
             f"{list(out.shape)}"
         )
+    check_apart({"out": out}, {"received": received})
     places = out.view(batch, length, world_size, local_heads, head_dim)
     places[:, :, :, head_offset : head_offset + count] = received.unflatten(2, (world_size, count))
     return out

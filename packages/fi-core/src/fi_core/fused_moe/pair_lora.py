@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fi_core.lora.ops import EXPAND, SHRINK, lora_delta, lora_sum
 from fi_core.lora.trace import pairs
 from fi_core.observe.log import fi_api
-from fi_core.utils import _check_writable
+from fi_core.runtime.tensors import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ def fill_w_ptr(w_ptr: torch.Tensor, weights: torch.Tensor, num_experts: int, sli
         raise TypeError(f"w_ptr must be int64; got {w_ptr.dtype}")
     if num_experts < 0:
         raise ValueError(f"num_experts must be 0 or more; got {num_experts}")
-    _check_writable(w_ptr, "w_ptr")
+    check_writable("w_ptr", w_ptr)
     table = w_ptr.unsqueeze(0) if w_ptr.ndim == 1 else w_ptr
     if table.ndim != 2 or table.shape[1] < num_experts or not 0 <= slice_id < len(table):
         raise ValueError(

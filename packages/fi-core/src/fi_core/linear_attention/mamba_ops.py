@@ -161,9 +161,9 @@ SSD_COMBINED = Op(
     family="linear_attention",
     arguments="Tensor(a!) out, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D=None, "
     "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float dt_low=0.0, "
-    "float dt_high=3.4e38, Tensor? cu_seqlens=None, Tensor? initial_states=None, "
+    "float dt_high=3.4e38, Tensor? cu_seqlens=None, Tensor(b)? initial_states=None, "
     "Tensor? initial_state_indices=None, Tensor(b!)? final_states=None, Tensor? final_state_indices=None, "
-    "Tensor(c!)? checkpoint_states=None, Tensor? checkpoint_token_indices=None, "
+    "Tensor(b!)? checkpoint_states=None, Tensor? checkpoint_token_indices=None, "
     "Tensor? checkpoint_state_slots=None, Tensor? checkpoint_last=None, bool? enable_pdl=None",
     fields={"dtype": Field(("bf16", "f16"), "bf16"), "width": Field(None, 128), "dim": Field(None, 64)},
     axes={"dtype": ("bf16", "f16"), "width": (64, 128), "dim": (32, 64, 128)},

@@ -235,7 +235,7 @@ CHUNK_GATED_DELTA_RULE = Op(
     name="chunk_gated_delta_rule",
     family="linear_attention",
     arguments="Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float scale, "
-    "Tensor? g=None, Tensor? beta=None, bool use_qk_l2norm=False, Tensor? initial_state=None, "
+    "Tensor? g=None, Tensor? beta=None, bool use_qk_l2norm=False, Tensor(b)? initial_state=None, "
     "Tensor(b!)? output_state=None, Tensor? state_indices=None, Tensor(c!)? state_checkpoints=None, "
     "Tensor? checkpoint_cu_starts=None, int checkpoint_every_n_tokens=0, int segment_tokens=0, "
     "Tensor? output_state_indices=None, bool? enable_pdl=None",

@@ -271,7 +271,7 @@ def fused_add_rmsnorm_fp8_block_quant(
         out: `[n, d]`, e4m3; receives the quantized norm. Rows start at multiples of 8 bytes.
         block_scale: `[d / 128, n rounded up to a multiple of 4]`, fp32, contiguous; receives the scale of row i, block
             j at `block_scale[j, i]`. Columns from n on are not written.
-        normed_out: `[n, d]`, dtype of input; receives the norm.
+        normed_out: `[n, d]`, dtype of input; receives the norm. It may be input itself.
         input: `[n, d]`, fp16 or bf16, d a multiple of 128. Rows may be strided and start at multiples of 16 bytes, also
             in residual and normed_out; the last dimension is contiguous.
         residual: `[n, d]`, dtype of input; receives the sum.

@@ -79,7 +79,7 @@ _OUTS = (*_DTYPES, "e4m3", "e5m2")
 RMSNORM = Op(
     name="rmsnorm",
     family="norm",
-    arguments="Tensor(a!) out, Tensor input, Tensor weight, float eps=1e-06, bool? enable_pdl=None, "
+    arguments="Tensor(a!) out, Tensor(a) input, Tensor weight, float eps=1e-06, bool? enable_pdl=None, "
     "Tensor(b!)? residual=None, Tensor? scale=None, float weight_bias=0.0",
     axes={"dtype": _DTYPES, "out": _OUTS, "residual": (False, True)},
     config=NormConfig,
@@ -110,7 +110,7 @@ LAYERNORM = Op(
 RMSNORM_BLOCK_QUANT = Op(
     name="rmsnorm_block_quant",
     family="norm",
-    arguments="Tensor(a!) out, Tensor(b!) block_scale, Tensor(c!) normed_out, Tensor input, Tensor(d!) residual, "
+    arguments="Tensor(a!) out, Tensor(b!) block_scale, Tensor(c!) normed_out, Tensor(c) input, Tensor(d!) residual, "
     "Tensor weight, float eps=1e-06, bool? enable_pdl=None",
     axes={"dtype": ("f16", "bf16")},
     config=NormConfig,

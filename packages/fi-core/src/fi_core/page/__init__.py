@@ -59,7 +59,7 @@ APPEND_PAGED_KV_CACHE = Op(
     name="append_paged_kv_cache",
     family="page",
     arguments="Tensor append_key, Tensor append_value, Tensor batch_indices, Tensor positions, Tensor(a!) k_cache, "
-    "Tensor kv_indices, Tensor kv_indptr, Tensor kv_last_page_len, Tensor(b!)? v_cache=None, bool head_major=False, "
+    "Tensor kv_indices, Tensor kv_indptr, Tensor kv_last_page_len, Tensor(a!)? v_cache=None, bool head_major=False, "
     "bool mla=False",
     implementations=(Implementation("cpu", ON_CPU), Implementation("cuda", at_least(80), _append_unit)),
     config=_AppendConfig,

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fi_core.observe.log import fi_api
+from fi_core.observe.subject import leaves
 from fi_core.quantization import ops
 from fi_core.quantization.fp4_quantization import fp4_quantize
 from fi_core.quantization.layout import SfLayout, bytes_of
+from fi_core.runtime.tensors import check_apart
 from fi_core.utils import _unpack_paged_kv_cache, ceil_div
 
 if TYPE_CHECKING:
@@ -150,6 +152,9 @@ def nvfp4_kv_dequantize_paged(
     if any(isinstance(scale, torch.Tensor) and scale.numel() != 1 for scale in (k_scale, v_scale)):
         raise ValueError("k_scale and v_scale must be scalar tensors, or numbers; got a tensor of another size")
     caches = _unpack_paged_kv_cache(paged_kv_cache, kv_layout), _unpack_paged_kv_cache(kv_cache_sf, kv_layout)
+    read = dict(leaves("paged_kv_cache", paged_kv_cache)) | dict(leaves("kv_cache_sf", kv_cache_sf))
+    read |= {"block_tables": block_tables, "seq_lens": seq_lens, "k_scale": k_scale, "v_scale": v_scale}
+    check_apart({"output_k": output_k, "output_v": output_v}, read)
     for name, scale, out, values, scales in zip("kv", (k_scale, v_scale), (output_k, output_v), *caches):
         title = f"{name} of paged_kv_cache"
         scales = _checked(title, values, f"{name} of kv_cache_sf", scales)

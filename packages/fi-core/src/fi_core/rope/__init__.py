@@ -63,8 +63,8 @@ def _rope_unit(axes: Values) -> Unit:
 ROPE = Op(
     name="rope",
     family="rope",
-    arguments="Tensor(a!) q_out, Tensor(b!) k_out, Tensor q, Tensor k, Tensor? pos_ids=None, Tensor? indptr=None, "
-    "Tensor? offsets=None, Tensor? cos_sin_cache=None, int? head_dim=None, int? rotary_dim=None, "
+    arguments="Tensor(a!) q_out, Tensor(b!) k_out, Tensor(a) q, Tensor(b) k, Tensor? pos_ids=None, "
+    "Tensor? indptr=None, Tensor? offsets=None, Tensor? cos_sin_cache=None, int? head_dim=None, int? rotary_dim=None, "
     "bool interleave=False, float rope_scale=1.0, float rope_theta=10000.0, float low_freq_factor=0.0, "
     "float high_freq_factor=0.0, float old_context_len=0.0, Tensor? q_weight=None, Tensor? k_weight=None, "
     "float eps=1e-06, Tensor? v=None, Tensor(c!)? k_cache=None, Tensor(d!)? v_cache=None, Tensor? slot_mapping=None",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 E = TypeVar("E", bound=Exception)
@@ -94,6 +95,43 @@ def viewed(name: str, x: Any, *shape: int) -> Any:
             f"{name}: strides that permit a view of shape {list(shape)} are required; got shape {list(x.shape)} with "
             f"strides {x.stride()}: call .contiguous()"
         ) from None
+
+
+def check_writable(name: str, x: Any) -> None:
+    """Raises ValueError where elements may share memory: a dimension steps over less than the smaller ones take."""
+    taken = 1
+    for step, size in sorted((step, size) for size, step in zip(x.shape, x.stride()) if size > 1):
+        if step < taken:
+            raise ValueError(
+                f"{name} is written, so no two of its elements may share memory; got shape {list(x.shape)} with "
+                f"strides {x.stride()}: pass a tensor of its own memory"
+            )
+        taken += step * (size - 1)
+
+
+def check_apart(written: Mapping[str, Any], read: Mapping[str, Any]) -> None:
+    """Raises ValueError for a tensor that a function writes before or after it reads or writes the same memory for
+    another one; of tensors that torch writes, as host entries compare those of kernels.
+    """
+    import torch
+
+    if torch.compiler.is_compiling():
+        return
+    tensors = {name: x for name, x in {**written, **read}.items() if isinstance(x, torch.Tensor)}
+    spans = {name: _span(x) for name, x in tensors.items()}
+    for name, other in itertools.combinations(spans, 2):
+        (begin, end), (first, last) = spans[name], spans[other]
+        if name in written and begin < last and first < end:
+            both = f"{name} and {other} are written" if other in written else f"{name} is written while {other} is read"
+            raise ValueError(f"{both}, so they must not share memory: pass a tensor of its own memory")
+
+
+def _span(x: Any) -> tuple[int, int]:
+    """The addresses from the first element to behind the last one."""
+    if unreadable(x) or not x.numel():
+        return 0, 0
+    elements = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride()))
+    return x.data_ptr(), x.data_ptr() + elements * x.element_size()
 
 
 def places(arguments: Iterable[tuple[str, Any]]) -> dict[str, Place]:

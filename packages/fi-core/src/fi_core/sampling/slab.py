@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fi_core.observe.log import fi_api
+from fi_core.runtime.tensors import check_apart, check_writable
 from fi_core.sampling.draw import top_k_top_p_sampling_from_probs
 from fi_core.sampling.renorm import top_p_renorm_probs
 from fi_core.topk import TopKTieBreak
 from fi_core.topk import top_k as select_top_k
-from fi_core.utils import _check_writable, check_shape_dtype_device
+from fi_core.utils import check_shape_dtype_device
 
 if TYPE_CHECKING:
     import torch
@@ -82,16 +83,18 @@ def cake_top_k_top_p_sampling_from_probs(
     (rows, vocab), bound = probs.shape, _check_top_k(top_k, top_k_max)
     slab = (rows, _SLAB)
     values, tokens, counts = workspace or (None, None, None)
-    for name, x, shape, dtype in (
+    written = (
         ("out", out, (rows,), torch.int32),
         ("renorm_out", renorm_out, slab, torch.float32),
         ("workspace[0]", values, slab, torch.float32),
         ("workspace[1]", tokens, slab, torch.int32),
         ("workspace[2]", counts, (rows,), torch.int32),
-    ):
+    )
+    for name, x, shape, dtype in written:
         if x is not None:
             check_shape_dtype_device(x, shape, dtype, probs.device, name)
-            _check_writable(x, name)
+            check_writable(name, x)
+    check_apart({name: x for name, x, *_ in written}, {"probs": probs, "top_k": top_k, "top_p": top_p})
     drawn = top_k_top_p_sampling_from_probs(
         probs, top_k, top_p, generator=generator, seed=philox_seed, offset=philox_offset
     )
@@ -103,10 +106,10 @@ def cake_top_k_top_p_sampling_from_probs(
         if isinstance(top_k, torch.Tensor):
             lengths = lengths.minimum(top_k)
         inside = torch.arange(width, device=probs.device) < lengths[:, None]
-        written = [] if values is None else [(values, kept), (tokens, index.int())]
+        found = [] if values is None else [(values, kept), (tokens, index.int())]
         if renorm_out is not None:
-            written.append((renorm_out, top_p_renorm_probs(kept.masked_fill(~inside, 0.0), top_p)))
-        for to, new in written:
+            found.append((renorm_out, top_p_renorm_probs(kept.masked_fill(~inside, 0.0), top_p)))
+        for to, new in found:
             assert to is not None
             to[:, :width] = torch.where(inside, new, to[:, :width])
         if counts is not None:

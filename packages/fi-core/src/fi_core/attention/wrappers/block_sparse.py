@@ -19,8 +19,8 @@ from fi_core.runtime.errors import refuse
 from fi_core.runtime.lazy import torch
 from fi_core.runtime.returns import method_setting_lse
 from fi_core.runtime.signature import takes
-from fi_core.runtime.tensors import integers
-from fi_core.utils import _check_writable, check_shape_dtype_device, int32_index
+from fi_core.runtime.tensors import check_writable, integers
+from fi_core.utils import check_shape_dtype_device, int32_index
 
 _OF_BLOCKS = words(
     "self indptr indices M N R C num_qo_heads num_kv_heads head_dim=head_dim_qk mask=custom_mask",
@@ -340,7 +340,7 @@ class VariableBlockSparseAttentionWrapper(PatternWrapper):
         as_result = None
         if out is not None and out.shape != rows.shape and out.shape == (*q.shape[:2], v.shape[-1]):
             check_shape_dtype_device(out, tuple(out.shape), self._inner._plan.out_dtype, q.device, "out")
-            _check_writable(out, "out")
+            check_writable("out", out)
             as_result, out = out, None
         found = self._inner.run(rows, (k, v), out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl)
 

@@ -95,7 +95,7 @@ def generated_header(op: Op) -> tuple[str, Text]:
         {"name": a.name, "type": CPP_TYPES[a.kind], "reader": a.reader, "planned": a.name in op.planned}
         for a in op.parsed
     ]
-    tensors = [a for a in op.parsed if a.is_tensor]
+    tensors = sorted((a for a in op.parsed if a.is_tensor), key=lambda a: not a.written)
     config, enums = [], {}
     if op.config is not None:
         for name, kind in get_type_hints(op.config).items():
@@ -107,13 +107,13 @@ def generated_header(op: Op) -> tuple[str, Text]:
         "stem": _camel(op.name),
         "arguments": [a for a in arguments if not a["planned"]],
         "planned": [a for a in arguments if a["planned"]],
-        "first": next(a.name for a in tensors if a.kind == "Tensor"),
+        "first": next(a.name for a in op.parsed if a.kind == "Tensor"),
         "backend": next((a.name for a in op.parsed if a.kind == "str"), "0"),
         "fields": [_field(name, f) for name, f in op.fields.items()],
         "config": config,
         "enums": enums,
-        "written": [f"&all.{a.name}" for a in tensors if a.written],
-        "read": [f"&all.{a.name}" for a in tensors if not a.written],
+        "tensors": [f"&{a.name}" for a in tensors],
+        "permitted": [sum(a.may_be(b) << i for i, b in enumerate(tensors)) for a in tensors if a.written],
     }
     return op.header, _text("op.h.jinja", data)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from fi_core.runtime.spec.arguments import Argument, parse
+from fi_core.runtime.spec.arguments import Argument, parse, unshared
 from fi_core.runtime.spec.constraint import Constraint, Rule
 from fi_core.runtime.spec.dtype import DTYPES, name_of_word
 from fi_core.runtime.spec.target import Target
@@ -144,8 +144,9 @@ class Op:
     Args:
         name, family: its name, and the folder of its host entry.
         implementations: in order of preference.
-        arguments: a torch.library schema string with the written tensors marked, as in "Tensor(a!) out, Tensor input,
-            float eps=1e-6". Empty for a composite op: other ops compute it, in one way for each implementation.
+        arguments: a torch.library schema string with the written tensors marked, as in "Tensor(a!) out, Tensor(a) x,
+            float eps=1e-6". A written tensor shares no memory with another one, but may be one of the same letter.
+            Empty for a composite op: other ops compute it, in one way for each implementation.
         planned: the arguments that a plan fixes for all calls that follow; they cross to C++ once.
         fields: the fields of a request, which `request_of` of the host entry makes from the arguments of a call.
         axes: the axes of device code; default: the fields.
@@ -190,8 +191,8 @@ class Op:
 
     @property
     def schema(self) -> str:
-        """The torch.library schema of the out-variant."""
-        return f"({self.arguments}) -> ()"
+        """The torch.library schema of the out-variant, which has a letter for each written tensor alone."""
+        return f"({unshared(self.arguments)}) -> ()"
 
     @property
     def parsed(self) -> tuple[Argument, ...]:

@@ -60,6 +60,7 @@ BatchDecodeRequest request_of(const BatchDecodeArgs& a) {
 
 void batch_decode(const Kernel& kernel, const BatchDecodeArgs& a, const Extras& extras) {
   // 1 check
+  extras.check_apart({&a.out, &a.lse, &a.partials, &a.schedule});
   const KvCache cache(a.k, a.v);
   const Tensor &k = cache.k, &v = cache.v;
   Dim rows{"tokens"}, pages{"num_pages"}, page_size{"page_size"}, words{"words"};

@@ -68,6 +68,7 @@ BatchPrefillRequest request_of(const BatchPrefillArgs& a) {
 
 void batch_prefill(const Kernel& kernel, const BatchPrefillArgs& a, const Extras& extras) {
   // 1 check
+  extras.check_apart({&a.out, &a.lse, &a.schedule, &a.partials});
   const KvCache cache(a.k, a.v);
   const Tensor &k = cache.k, &v = cache.v;
   Dim rows{"qo_tokens"}, pages{"num_pages", 1}, page_size{"page_size"}, words{"words"};

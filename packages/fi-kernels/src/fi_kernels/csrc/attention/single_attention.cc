@@ -150,6 +150,7 @@ SingleAttentionRequest request_of(const SingleAttentionArgs& a) {
 
 void single_attention(const Kernel& kernel, const SingleAttentionArgs& a, const Extras& extras) {
   // 1 check
+  extras.check_apart({&a.out, &a.lse, &a.workspace});
   Dim qo_len{"qo_len", 1}, kv_len{"kv_len"};
   AttentionDims dims;
   auto& [qo_heads, kv_heads, head_dim_qk, head_dim_vo] = dims;

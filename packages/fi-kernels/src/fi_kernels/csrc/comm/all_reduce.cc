@@ -131,7 +131,6 @@ void all_reduce(const Kernel& kernel, const AllReduceArgs& a) {
              t.data());
   FI_CHECK(!a.quant_out || a.quant_out.alignment(8, {}) == 8, ValueError,
            "quant_out must start at a multiple of 8 bytes; got address %p", a.quant_out.data());
-  a.out.apart(a.norm_out);
   FI_CHECK(a.eps >= 0, ValueError, "eps must be 0 or more; got %g", a.eps);
   p.comm =
       comm_params(a, a.input, call_of({0, numel, d, a.input.dtype().code * 256 + a.input.dtype().bits, output, form}));

@@ -87,7 +87,6 @@ void rmsnorm(const Kernel& kernel, const RmsnormArgs& a) {
   p.d = static_cast<int32_t>(d);
   p.heads = divisor(static_cast<uint32_t>(heads));
   FI_CHECK(a.eps >= 0, ValueError, "eps must be 0 or more; got %g", a.eps);
-  a.out.apart(a.residual);
   p.eps = static_cast<float>(a.eps);
   p.weight_bias = static_cast<float>(a.weight_bias);
   p.inv_d = 1.f / static_cast<float>(p.d);

@@ -93,7 +93,6 @@ void rmsnorm_block_quant(const Kernel& kernel, const RmsnormBlockQuantArgs& a) {
   p.norm.d = static_cast<int32_t>(d);
   p.norm.heads = divisor(1);
   FI_CHECK(a.eps >= 0, ValueError, "eps must be 0 or more; got %g", a.eps);
-  a.normed_out.apart(a.residual);
   p.norm.eps = static_cast<float>(a.eps);
   p.norm.inv_d = 1.f / static_cast<float>(p.norm.d);
   p.out = a.out.data();

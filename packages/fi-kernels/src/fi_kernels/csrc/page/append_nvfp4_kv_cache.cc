@@ -111,8 +111,6 @@ void append_nvfp4_kv_cache(const Kernel& kernel, const AppendNvfp4KvCacheArgs& g
   a.v_cache.is({a.v_scales ? kU8 : kE4M3}).on(a.append_key).inner_contiguous().shape(pages, second, third, v_bytes);
   a.k_scales.is({kE4M3, kU8}).on(a.append_key).inner_contiguous().shape(pages, second, third, k_blocks);
   if (a.v_scales) a.v_scales.is({kE4M3, kU8}).on(a.append_key).inner_contiguous().shape(pages, second, third, v_blocks);
-  a.k_cache.apart(a.v_cache);
-  a.k_scales.apart(a.v_scales);
   FI_CHECK(page_size > 0 && page_size < 0x7fffffff && heads < 0x7fffffff, ValueError,
            "%s must have page_size > 0 and less than 2^31 tokens; got %s", a.k_cache.name(),
            a.k_cache.shape_str().c_str());

@@ -135,7 +135,10 @@ void append_paged_kv_cache(const Kernel& kernel, const AppendPagedKvCacheArgs& g
       v_cache.shape(pages, second, third, v_dim);
     }
   }
-  if (!fused && a.append_key.data() != a.append_value.data()) a.k_cache.apart(v_cache);
+  const bool one_cache = !fused && a.k_cache.data() == v_cache.data() && a.k_cache.numel() > 0;
+  FI_CHECK(!one_cache || a.append_key.data() == a.append_value.data(), ValueError,
+           "%s and %s are written, so they must not share memory: pass a tensor for each", a.k_cache.name(),
+           v_cache.name());
   FI_CHECK(a.append_key.dtype().bits % 8 == 0 && a.append_value.dtype().bits % 8 == 0, TypeError,
            "%s must have a dtype of whole bytes; got %s", a.append_key.name(), a.append_key.dtype().str().c_str());
   a.append_key.inner_contiguous();

@@ -41,7 +41,6 @@ void get_batch_indices_positions(const Kernel& kernel, const GetBatchIndicesPosi
   a.append_indptr.is({kI32}).contiguous().on(a.seq_lens).shape(bounds);
   a.batch_indices.is({kI32}).contiguous().on(a.seq_lens).shape(nnz);
   a.positions.is({kI32}).contiguous().on(a.seq_lens).shape(nnz);
-  a.batch_indices.apart(a.positions);
   FI_CHECK(nnz <= 0x7fffffff && batch < 0x7fffffff, ValueError,
            "nnz and batch_size must be below 2^31; got %lld and %lld", static_cast<long long>(nnz),
            static_cast<long long>(batch));

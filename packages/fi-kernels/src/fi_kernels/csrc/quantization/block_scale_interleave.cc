@@ -57,7 +57,6 @@ void block_scale_interleave(const Kernel& kernel, const BlockScaleInterleaveArgs
   Dim elements{"padded elements", all_strips * 128 * p.padded_columns};
   a.out.like(a.input).contiguous().shape(elements);
   if (elements == 0) return;
-  check_apart(a.out, {&a.input});
 
   // 3 launch
 #if FI_CUDA

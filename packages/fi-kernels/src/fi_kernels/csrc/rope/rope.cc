@@ -140,7 +140,6 @@ void rope(const Kernel& kernel, const RopeArgs& given) {
   a.k.like(a.q).inner_contiguous();
   a.q_out.like(a.q).inner_contiguous();
   a.k_out.like(a.k).inner_contiguous();
-  a.q_out.as(a.q.name()).apart(a.k_out.as(a.k.name()));
   const Heads q_heads = heads_of(a.q, nnz, dim), k_heads = heads_of(a.k, nnz, dim);
   const Heads q_out_heads = heads_of(a.q_out, nnz, dim), k_out_heads = heads_of(a.k_out, nnz, dim);
   FI_CHECK(q_out_heads.count == q_heads.count && k_out_heads.count == k_heads.count, ValueError,

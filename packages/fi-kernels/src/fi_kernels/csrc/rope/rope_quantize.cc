@@ -110,9 +110,6 @@ void rope_quantize(const Kernel& kernel, const RopeQuantizeArgs& a) {
       check_k(a.k_nope_out, k_dim);
     }
   }
-  const Tensor* const written[] = {&a.q_rope_out, &a.q_nope_out, &a.k_rope_out, &a.k_nope_out, &a.k_cache, &a.v_cache};
-  for (const Tensor* const& one : written)
-    for (const Tensor* const* other = &one + 1; other != std::end(written); ++other) one->apart(**other);
   FI_CHECK(q_heads + 2 * k_heads <= 0x7fffffff, ValueError, "q_rope and k_rope have too many heads: %s and %s",
            a.q_rope.shape_str().c_str(), a.k_rope.shape_str().c_str());
 

@@ -78,6 +78,7 @@ class Module {
     return Args::from(Plan::from(v), v.from(Plan::kCount));
   }
   static void find_and_enter(const Args& a, const Known& table, TVMFFIAny* result) {
+    a.check();
     const Words words = words_of(a);
     const auto* node = table.find(words);
     if (!node) return set_text(result, text_of(words));

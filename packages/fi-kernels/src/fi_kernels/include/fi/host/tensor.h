@@ -183,14 +183,6 @@ class Tensor {
     }
     return *this;
   }
-  // Raises if both are given, and are one memory: one of two different results would be lost.
-  void apart(const Tensor& other) const {
-    if (tensor_ && other.tensor_ && data() == other.data() && data() && numel() && other.numel())
-      raise("ValueError", "%s and %s are written, so they must not be the same memory: pass a tensor for each", name_,
-            other.name_);
-  }
-  // Whether it is given, and holds integers that may become addresses.
-  bool is_table() const { return tensor_ && tensor_->dtype.code == kDLInt && tensor_->dtype.bits >= 32; }
   // The addresses from the first element to behind the last one; strides are not negative.
   Span span() const {
     uint64_t elements = 1;
@@ -272,72 +264,76 @@ class Tensor {
   const char* name_;
 };
 
-// Bytes that follow on each other from every multiple of `step` bytes on: the last dimensions without gaps, and the
-// greatest step that divides all other strides. Addresses and strides count modulo 2^64.
-struct Pattern {
-  uint64_t bytes, step = 0;
-  explicit Pattern(const Tensor& t) : bytes(static_cast<uint64_t>(t.dtype().bytes())) {
-    const uint64_t element = bytes;
-    bool dense = true;
-    for (int i = t.ndim() - 1; i >= 0; --i) {
-      if (t.size(i) == 1) continue;
-      const uint64_t stride = static_cast<uint64_t>(t.stride(i)) * element;
-      dense = dense && stride == bytes;
-      if (dense)
-        bytes *= static_cast<uint64_t>(t.size(i));
-      else
-        step = divisor(step, stride);
-    }
-  }
-  static uint64_t divisor(uint64_t a, uint64_t b) {  // <numeric> would take as long to compile as all of this
-    while (b) std::swap(a %= b, b);
-    return a;
-  }
-};
+// Of two numbers that are usually near each other: a division takes longer than the rest of a check.
+inline uint64_t remainder(uint64_t a, uint64_t step) { return a < step ? a : a == step ? 0 : a % step; }
 
-// Raises unless the tensors, whose spans meet, lie in different columns of one matrix.
-[[gnu::noinline, gnu::cold]] inline void check_columns(const Tensor& written, const Tensor& read) {
-  const Pattern a(written), b(read);
-  const uint64_t step = Pattern::divisor(a.step, b.step);
-  const auto first = reinterpret_cast<uintptr_t>(written.data()), other = reinterpret_cast<uintptr_t>(read.data());
-  // The column of what is read, where the written one has column 0.
-  const uint64_t column = step == 0        ? 0
-                          : other >= first ? (other - first) % step
-                                           : step - 1 - (first - other - 1) % step;
-  FI_CHECK(column >= a.bytes && column + b.bytes <= step, ValueError,
-           "%s is written while %s is read, so they must not share memory: pass a tensor of its own memory",
-           written.name(), read.name());
+// The bytes from the first element of a tensor to behind the last, where those behind multiples of `step` count once.
+inline uint64_t bytes_within(const Tensor& t, uint64_t step) {
+  const auto element = static_cast<uint64_t>(t.dtype().bytes());
+  uint64_t bytes = element;
+  for (int i = 0; i < t.ndim(); ++i) {
+    const uint64_t stride = static_cast<uint64_t>(t.stride(i)) * element;
+    if (t.size(i) > 1 && remainder(stride, step) != 0) bytes += static_cast<uint64_t>(t.size(i) - 1) * stride;
+  }
+  return bytes;
 }
 
-// Raises if an op writes to memory that it reads meanwhile.
-template <size_t N>
-void check_apart(const Tensor& written, const Tensor* const (&read)[N]) {
-  const Span span = written.span();
-  for (const Tensor* t : read)
-    if (*t && span.meets(t->span())) check_columns(written, *t);
+// Whether no element of a lies in memory of b although their spans meet, as of different columns of one matrix: within
+// the stride of some dimension of a, all of a lies in other bytes than all of b.
+inline bool in_other_columns(const Tensor& a, const Tensor& b) {
+  for (int i = 0; i < a.ndim(); ++i) {
+    const uint64_t step = static_cast<uint64_t>(a.stride(i)) * static_cast<uint64_t>(a.dtype().bytes());
+    if (a.size(i) == 1 || step == 0) continue;
+    const auto x = reinterpret_cast<uintptr_t>(a.data()), y = reinterpret_cast<uintptr_t>(b.data());
+    const uint64_t column = y >= x ? remainder(y - x, step) : step - remainder(x - y, step);  // of b, in that of a
+    if (column >= bytes_within(a, step) && bytes_within(b, step) <= step - column) return true;
+  }
+  return false;
 }
 
-// Raises if an op writes to memory of integers that it only reads: their contents are checked before, and become
-// addresses then. A result over another input is a matter of the op.
-template <size_t W, size_t T>
-void check_tables(const Tensor* const (&written)[W], const Tensor* const (&read)[T]) {
-  Span tables[T], all{~uintptr_t{0}, 0};
-  const Tensor* names[T];
-  size_t count = 0;
-  for (const Tensor* t : read) {
-    if (!t->is_table()) continue;
-    const Span span = tables[count] = t->span();
-    names[count++] = t;
-    all = {std::min(all.begin, span.begin), std::max(all.end, span.end)};
-  }
-  if (count == 0) return;
-  for (const Tensor* w : written) {
-    if (!*w) continue;
-    const Span span = w->span();
-    if (!span.meets(all)) continue;
-    for (size_t i = 0; i < count; ++i)
-      if (span.meets(tables[i])) check_columns(*w, *names[i]);
-  }
+// Whether each element of `part` is the one of `whole` at the same place, or lies in it where that is plain memory.
+inline bool is_part(const Tensor& part, const Tensor& whole) {
+  bool same = part.data() == whole.data() && part.dtype() == whole.dtype() && part.ndim() == whole.ndim();
+  for (int i = 0; same && i < part.ndim(); ++i)
+    same = part.size(i) <= whole.size(i) && (part.size(i) == 1 || part.stride(i) == whole.stride(i));
+  if (same || whole.dtype() != kU8 || whole.ndim() != 1) return same;
+  const Span in = part.span(), all = whole.span();
+  return in.begin >= all.begin && in.end <= all.end;
+}
+
+// Raises unless the tensors, whose spans meet, share no memory, or, if that is permitted, elements at the same places.
+[[gnu::noinline, gnu::cold]] inline void check_shared(const Tensor& written, const Tensor& other, bool other_is_written,
+                                                      bool permitted) {
+  if (permitted && (is_part(written, other) || is_part(other, written))) return;
+  if (in_other_columns(written, other) || in_other_columns(other, written)) return;
+  FI_CHECK(!other_is_written, ValueError,
+           "%s and %s are written, so they must not share memory: pass a tensor for each", written.name(),
+           other.name());
+  FI_CHECK(!permitted, ValueError,
+           "%s is written while %s is read, so it must have the same elements or share no memory: pass %s, or a tensor "
+           "of its own memory",
+           written.name(), other.name(), other.name());
+  raise("ValueError", "%s is written while %s is read, so they must not share memory: pass a tensor of its own memory",
+        written.name(), other.name());
+}
+
+// Raises if an op writes to memory of another of its tensors, before or after that is read. The written ones come
+// first; bit i of `permitted` of one tells that it may have the elements of tensor i, at the same places.
+[[gnu::noinline]] inline void check_memory(const Tensor* const* tensors, size_t count, const uint32_t* permitted,
+                                           size_t written) {
+  Span spans[32];
+  size_t at[32], given = 0;
+  for (size_t i = 0; i < count; ++i)
+    if (*tensors[i]) spans[given] = tensors[i]->span(), at[given++] = i;
+  for (size_t w = 0; w < given && at[w] < written; ++w)
+    for (size_t i = w + 1; i < given; ++i)
+      if (spans[w].meets(spans[i]))
+        check_shared(*tensors[at[w]], *tensors[at[i]], at[i] < written, permitted[at[w]] >> at[i] & 1);
+}
+template <size_t N, size_t W>
+void check_memory(const Tensor* const (&tensors)[N], const uint32_t (&permitted)[W]) {
+  static_assert(W <= N && N <= 32);
+  check_memory(tensors, N, permitted, W);
 }
 
 // Elements of the widest vector, at most 16 bytes of each tensor, in which rows of `width` elements can be read.

@@ -138,15 +138,33 @@ def _dequantized(k: torch.Tensor, v: torch.Tensor) -> None:
     [
         (lambda: _dequantized(*[torch.zeros(1, 16, 2, 64).half()] * 2), "output_k and output_v are written"),
         (lambda: _dequantized(*torch.zeros(2, 1, 16, 2, 64).half()), None),
+        (
+            lambda: _dequantized(
+                torch.zeros(1, 1, 2, 64).half().expand(1, 16, 2, 64), torch.zeros(1, 16, 2, 64).half()
+            ),
+            "output_k is written, so no two of its elements may share memory",
+        ),
         (lambda: _packed(torch.zeros(192)), "out is written while value is read"),
+        (
+            lambda: fi_core.gemm.gemm_alpha_beta(A, A, torch.zeros(4).bfloat16().expand(4, 4), beta=1.0),
+            "c is written, so no two of its elements may share memory",
+        ),
+        (lambda: fi_core.gemm.gemm_alpha_beta(A, A, torch.zeros(4, 4, dtype=torch.int8), beta=1.0), "c must be bf16"),
+        (
+            lambda: fi_core.gemm.gemm_alpha_beta(A, A, torch.zeros(4, 4).bfloat16().requires_grad_(), beta=1.0),
+            "there is no backward, and c requires grad",
+        ),
     ],
 )
 def test_functions_that_torch_computes_name_the_argument(call: Callable[[], Any], words: str | None) -> None:
     if words is None:
         call()
         return
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=words):
         call()
+
+
+A = torch.ones(4, 8).bfloat16()
 
 
 def _packed(out: torch.Tensor) -> None:

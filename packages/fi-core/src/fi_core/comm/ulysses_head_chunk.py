@@ -27,6 +27,14 @@ def _check_band(local_heads: int, head_offset: int, head_count: int) -> None:
         )
 
 
+def _check_out(out: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if out.shape != shape or out.dtype != like.dtype or out.device != like.device or not out.is_contiguous():
+        raise ValueError(
+            f"out must be a contiguous tensor of {like.dtype} and shape {list(shape)} on {like.device}; got "
+            f"{out.dtype}, {list(out.shape)} on {out.device}"
+        )
+
+
 @fi_api
 def pack_ulysses_qkv_head_chunk(
     query: torch.Tensor,
@@ -62,20 +70,17 @@ def pack_ulysses_qkv_head_chunk(
             f"got {list(query.shape)}"
         )
     for name, x in (("key", key), ("value", value)):
-        if x.shape != query.shape or x.dtype != query.dtype:
+        if x.shape != query.shape or x.dtype != query.dtype or x.device != query.device:
             raise ValueError(
-                f"{name} must be {query.dtype} of shape {list(query.shape)}, as query; got {x.dtype}, {list(x.shape)}"
+                f"{name} must be {query.dtype} of shape {list(query.shape)} on {query.device}, as query; got "
+                f"{x.dtype}, {list(x.shape)} on {x.device}"
             )
     batch, length, heads, head_dim = query.shape
     _check_band(heads // world_size, head_offset, head_count)
     shape = (batch, length, world_size * head_count, 3 * head_dim)
     if out is None:
         out = query.new_empty(shape)
-    elif out.shape != shape or out.dtype != query.dtype or not out.is_contiguous():
-        raise ValueError(
-            f"out must be a contiguous tensor of {query.dtype} and shape {list(shape)}; got {out.dtype}, "
-            f"{list(out.shape)}"
-        )
+    _check_out(out, query, shape)
     check_apart({"out": out}, {"query": query, "key": key, "value": value})
     parts = out.view(batch, length, world_size, head_count, 3, head_dim)
     for i, x in enumerate((query, key, value)):
@@ -112,11 +117,7 @@ def merge_ulysses_output_head_chunk(
     count = heads // world_size
     _check_band(local_heads, head_offset, count)
     shape = (batch, length, world_size * local_heads, head_dim)
-    if out.shape != shape or out.dtype != received.dtype or not out.is_contiguous():
-        raise ValueError(
-            f"out must be a contiguous tensor of {received.dtype} and shape {list(shape)}; got {out.dtype}, "
-            f"{list(out.shape)}"
-        )
+    _check_out(out, received, shape)
     check_apart({"out": out}, {"received": received})
     places = out.view(batch, length, world_size, local_heads, head_dim)
     places[:, :, :, head_offset : head_offset + count] = received.unflatten(2, (world_size, count))

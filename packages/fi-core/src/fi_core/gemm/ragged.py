@@ -133,6 +133,8 @@ def gemm_alpha_beta(
     import torch
 
     is_16_bit(a, b)
+    if c.dtype not in (torch.bfloat16, torch.float16, torch.float32):  # integers would take rounded sums
+        raise TypeError(f"c must be bf16, fp16 or fp32; got {c.dtype}")
     if c.numel() and c.untyped_storage().data_ptr() in (a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr()):
         raise ValueError("c must not share storage with a or b, which are read while it is written")
     factor = None if alpha == 1 else a.new_full((1,), alpha, dtype=torch.float32)

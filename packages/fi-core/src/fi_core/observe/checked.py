@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import numbers
 import re
 from collections.abc import Callable, Mapping
@@ -47,6 +48,7 @@ _WORDS = {
 }
 
 
+_LACKS_DTYPE = re.compile(r"not implemented for '\w+'|Promotion for .*attempted to promote \w+ and \w+")
 _PLAIN = (ValueError, TypeError, NotImplementedError, UnknownWordError)  # of a caller's mistake
 # Classes of errors that fi itself raises as subclasses only.
 _FOREIGN = (AttributeError, IndexError, RuntimeError, AssertionError, ZeroDivisionError, OverflowError)
@@ -203,6 +205,31 @@ def _refuse_mixture(tensors: Mapping[str, Any], given: Mapping[str, Any], called
         raise TypeError(f"{called}: fake tensors cannot be mixed with others; got {names} of that kind") from error
 
 
+def _refuse_shared(tensors: Mapping[str, Any], called: str) -> None:
+    """Raises ValueError for a tensor that torch would write, whose elements share memory, or which shares it with
+    another one.
+    """
+    for name, x in tensors.items():
+        if any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride())):
+            raise ValueError(
+                f"{called}: {name} is written, so no two of its elements may share memory; got shape {list(x.shape)} "
+                f"with strides {x.stride()}: pass a tensor of its own memory"
+            ) from None
+    for (name, x), (other, y) in itertools.combinations(tensors.items(), 2):
+        if x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr():
+            raise ValueError(f"{called}: {name} and {other} must not share memory: pass a tensor for each") from None
+
+
+def _refuse_dtype(error: Exception, tensors: Mapping[str, Any], called: str) -> None:
+    """Raises TypeError for a tensor whose dtype a function of torch lacks."""
+    found = _LACKS_DTYPE.search(str(error))
+    lacking = found[0].lower() if found else ""
+    for name, x in tensors.items():
+        dtype = str(x.dtype).removeprefix("torch.")
+        if dtype in lacking:
+            raise TypeError(f"{called}: {name} must have another dtype than {dtype}") from error
+
+
 def _explain_tensors(error: Exception, function: Callable[..., Any], given: Mapping[str, Any], called: str) -> None:
     """Raises the error that names a tensor which no kernel can read, whose values a call needs that has none, which has
     a dimension of 0 where a call divides by it, or whose rank the description does not have; else, of a wrong value,
@@ -228,6 +255,15 @@ def _explain_tensors(error: Exception, function: Callable[..., Any], given: Mapp
             if 0 in value.shape:
                 shape = list(value.shape)
                 raise ValueError(f"{called}: {name}: every dimension must be 1 or more; got shape {shape}") from None
+    if "refer to a single memory location" in str(error) or "refers to a single memory location" in str(error):
+        _refuse_shared(tensors, called)
+    _refuse_dtype(error, tensors, called)
+    for name, value in tensors.items() if "that requires grad is being used in an in-place" in str(error) else ():
+        if value.requires_grad:
+            raise NotImplementedError(
+                f"{called}: there is no backward, and {name} requires grad: call it under torch.no_grad(), or pass a "
+                "detach()ed tensor"
+            ) from None
     if isinstance(error, (RuntimeError, FiError, LookupError)) and type(error) is not IndexError:
         return  # of a device, or in words of our own
     trace = getattr(getattr(function, "fi_trace", None), "trace", None)

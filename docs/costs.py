@@ -98,11 +98,15 @@ def decode_step_table() -> str:
 def adapters_table() -> str:
     """A layer of experts with adapters over the layer alone."""
     lines = [
-        (row["case"], number(row["base_us"]), number(row["lora_us"]), f"{row['lora_us'] / row['base_us']:.2f}")
+        (
+            row["case"],
+            *(number(row[name]) for name in ("base_us", "before_us", "lora_us")),
+            f"{row['lora_us'] / row['base_us']:.2f}",
+        )
         for row in rows("lora")
         if "base_us" in row
     ]
-    return table(("layer", "alone us", "with adapters us", "ratio"), lines)
+    return table(("layer", "alone us", "before us", "with adapters us", "ratio"), lines)
 
 
 def cpu_table() -> str:
@@ -122,14 +126,17 @@ def cpu_table() -> str:
 
 
 def dense_adapters_table() -> str:
-    """Adapters of a linear layer beside a shrink and an expand in Triton, with the best of three tilings."""
-    lines = []
-    for row in rows("lora"):
-        if peers := [us for name, us in row.items() if name.startswith("triton")]:
-            best = min(peers)
-            times = (row["before_us"], row["lora_us"], best)
-            lines.append((row["case"], *map(number, times), f"{row['lora_us'] / best:.2f}"))
-    return table(("linear layer", "before us", "fi us", "Triton us", "ratio"), lines)
+    """Adapters of a linear layer beside vLLM's shrink and expand."""
+    lines = [
+        (
+            row["case"],
+            *(number(row[name]) for name in ("before_us", "lora_us", "vllm_us")),
+            f"{row['lora_us'] / row['vllm_us']:.2f}",
+        )
+        for row in rows("lora")
+        if "vllm_us" in row
+    ]
+    return table(("linear layer", "before us", "fi us", "vLLM us", "ratio"), lines)
 
 
 def hybrid_table() -> str:

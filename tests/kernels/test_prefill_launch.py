@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def prefill(tmp_path_factory: pytest.TempPathFactory) -> Any:
         kind = arguments["q"].dtype
         head_dim = dims[0] if hopper or dims[0] > 128 else 0
         capped = hopper and arguments.get("soft_cap", 0.0) > 0
-        axes = {"q": kind, "kv": kind, "head_dim": head_dim, "soft_cap": capped, "split_tables": False}
+        axes = {"q": kind, "kv": arguments["k"].dtype, "head_dim": head_dim, "soft_cap": capped, "split_tables": False}
         return gpu.call("batch_prefill", axes, arguments, implementation=implementation)
 
     yield call
@@ -97,6 +98,16 @@ def test_small_pages_come_by_columns(prefill: Prefill) -> None:
     assert p["pages"]["last_page"] == NUM_PAGES - 1
     assert p["copies"]["k_rows"] == {"data": K, "page": 4 * token, "token": token, "head": 256}
     assert maps(calls)[K] == [[128, 2, 64], [4, token, 4], [KV_HEADS, 256, 1], [NUM_PAGES, 4 * token, 1]]
+
+
+@pytest.mark.parametrize(("page", "entry", "keys"), [(16, "mixed", 128), (4, "gathered", 96)])
+def test_fp8_keys_launch(prefill: Prefill, page: int, entry: str, keys: int) -> None:
+    """Over fp8 keys 16-bit queries have a kernel for TMA and one for small pages, with tiles of their own."""
+    pool = (NUM_PAGES, page, KV_HEADS, 128)
+    calls = prefill(k=Tensor(K, pool, "e4m3"), v=Tensor(V, pool, "e4m3"))
+    assert one(calls)["name"] == f"batch_prefill_wgmma_{entry}"
+    assert parameters(one(calls), "BatchPrefillParams")["copies"]["box_keys"] == math.gcd(page, keys)
+    assert maps(calls)[K][0] == [128, 1, 128]
 
 
 def test_sections_follow_the_keys(prefill: Prefill) -> None:

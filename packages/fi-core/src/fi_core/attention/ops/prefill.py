@@ -130,14 +130,8 @@ _WGMMA_HEAD_DIM_VO = {qk: vo for qk, vo, *_ in _WGMMA_TILES.values()}
 VARIANT_TILES = {64: (64, 64, 128, 2), 128: (128, 128, 128, 2), 192: (192, 128, 80, 2), 256: (256, 256, 64, 2)}
 # The fp8 kernel, as _WGMMA_TILES (docs/notes/prefill-fp8.md).
 _FP8_TILES = {64: (64, 64, 128, 3), 128: (128, 128, 128, 3), 192: (192, 128, 128, 3), 256: (256, 256, 128, 2)}
-# 16-bit q over fp8 keys: axis head_dim -> (head_dim_qk, head_dim_vo, keys per stage, with a soft cap; fp8 stages,
-# consumer warpgroups; docs/notes/prefill-fp8.md).
-_MIXED_TILES = {
-    64: (64, 64, 128, 128, 2, 3),
-    128: (128, 128, 96, 96, 2, 3),
-    192: (192, 128, 80, 80, 2, 2),
-    256: (256, 256, 64, 64, 1, 2),
-}
+# 16-bit q over small pages of fp8 keys: keys per stage, fp8 stages (docs/notes/prefill-fp8-keys.md).
+_GATHERED_TILES = {64: (128, 2), 128: (96, 2), 192: (80, 2), 256: (64, 1)}
 
 
 def _wgmma_shared_bytes(qk: int, vo: int, keys: int, groups: int, most: int = 226 * 1024) -> int:
@@ -192,18 +186,24 @@ def _fp8_unit(axes: Values) -> Unit:
 
 
 def _mixed_unit(axes: Values) -> Unit:
-    """The 16-bit wgmma kernel with one more warpgroup, which converts keys and values from fp8."""
-    q, kv = DTYPES[axes["q"]], DTYPES[axes["kv"]]
-    qk, vo, plain_keys, capped_keys, stages, groups = _MIXED_TILES[axes["head_dim"]]
-    keys, capped = (capped_keys, "true") if axes["soft_cap"] else (plain_keys, "false")
-    raw = stages * keys * (round_up(qk, 128) + round_up(vo, 128))
-    # The 16-bit kernel's Shared with the shared memory that the fp8 stages leave, and barriers.
+    """The 16-bit wgmma kernel with warps that convert keys and values from fp8 (docs/notes/prefill-fp8-keys.md)."""
+    q, kv, head_dim = DTYPES[axes["q"]], DTYPES[axes["kv"]], axes["head_dim"]
+    qk, vo, keys, groups = _WGMMA_TILES[head_dim]
+    keys = min(keys, _GATHERED_TILES[head_dim][0]) if axes["soft_cap"] and vo > 64 else keys
+
+    def entry(name: str, keys: int, last: int, size: int, warpgroups: int) -> Entry:
+        types = f"{q.device}, {kv.device}, {qk}, {vo}, {keys}, {'true' if axes['soft_cap'] else 'false'}"
+        config = PrefillConfig(PrefillKind.WGMMA, 64 * groups, keys, vo, 1, splits_kv=1)
+        return Entry(name, f"{name}<{types}, {groups}, {last}, {size}>", 128 * (groups + warpgroups), config, size, 1)
+
+    size = _wgmma_shared_bytes(qk, vo, keys, groups) + 1024  # with the barriers of fp8 tiles
+    by_tma = entry("batch_prefill_wgmma_mixed", keys, 4 if vo > 128 else 2, size, 2 if vo > 128 else 1)
+    keys, stages = _GATHERED_TILES[head_dim]
+    raw = stages * keys * (round_up(qk, 128) + round_up(vo, 128))  # the 16-bit kernel's Shared has the rest
     size = raw + _wgmma_shared_bytes(qk, vo, keys, groups, 226 * 1024 - raw) + 1024
-    types = f"{q.device}, {kv.device}, {qk}, {vo}, {keys}, {capped}, {groups}, {stages}"
-    config = PrefillConfig(PrefillKind.WGMMA, 64 * groups, keys, vo, 1, splits_kv=1)
-    name, threads = "batch_prefill_wgmma_mixed", 128 * (groups + 2)
-    entry = Entry(name, f"{name}<{types}, {size}>", threads, config, size, 1)
-    return with_tables(Unit("fi/attention/prefill/batch_prefill_mixed_sm90.cuh", "BatchPrefillParams", (entry,)), axes)
+    entries = (by_tma, entry("batch_prefill_wgmma_gathered", keys, stages, size, 2))
+    header = "fi/attention/prefill/batch_prefill_mixed_sm90.cuh"
+    return with_tables(Unit(header, "BatchPrefillParams", entries, flags=THREADS), axes)
 
 
 def _fp8(dtype: str) -> bool:

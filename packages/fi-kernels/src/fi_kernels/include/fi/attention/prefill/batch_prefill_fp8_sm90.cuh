@@ -89,38 +89,16 @@ struct PrefillFp8Kernel {
  private:
   // Copies keys and values of every tile, last key tile first.
   FI_DEVICE void produce(const Producers& producers) const {
-    const int lane = threadIdx.x % 32;
-    unsigned step = 0;  // counts KV tiles of all work tiles
-    producers.for_each_tile([&](const Tile& tile) {
-      if (tile.count == 0) return;
-      int2 next = producers.locate(tile, tile.key(tile.begin + tile.count - 1) + lane * p.copies.box_keys, false);
-      for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j, ++step) {
-        const int2 now = next;
-        if (j > tile.begin)
-          next = producers.locate(tile, tile.key(j - 1) + lane * p.copies.box_keys,
-                                  false);  // loads while stages are acquired
-        const auto k = PipelineState::producer_at<kKeyStages>(step);
-        const auto v = PipelineState::producer_at<kValueStages>(step);
-        shared.k_pipeline.acquire(k);
-        copy<kPaddedQK>(producers, tile, p.copies.k, shared.k[k.stage], shared.k_pipeline.full[k.stage], j, now, false);
-        shared.v_pipeline.acquire(v);
-        copy<kPaddedVO>(producers, tile, p.copies.v, shared.v[v.stage], shared.v_pipeline.full[v.stage], j, now, true);
-      }
+    producers.produce_pairs([&](const Tile& tile, int j, unsigned step, int2 box) {
+      const auto k = PipelineState::producer_at<kKeyStages>(step);
+      const auto v = PipelineState::producer_at<kValueStages>(step);
+      shared.k_pipeline.acquire(k);
+      producers.template copy_boxes<kPaddedQK, kKeys * 128>(p.copies.k, shared.k[k.stage],
+                                                            shared.k_pipeline.full[k.stage], tile, j, box, false);
+      shared.v_pipeline.acquire(v);
+      producers.template copy_boxes<kPaddedVO, kKeys * 128>(p.copies.v, shared.v[v.stage],
+                                                            shared.v_pipeline.full[v.stage], tile, j, box, true);
     });
-  }
-  // Each lane copies other boxes: a short loop without shuffles.
-  template <int kPadded>
-  FI_DEVICE void copy(const Producers& producers, const Tile& tile, const TensorMap& from, T* to, Barrier& full, int j,
-                      int2 now, bool values) const {
-    const int lane = threadIdx.x % 32, boxes = kKeys / p.copies.box_keys;
-    if (lane == 0) full.arrive_expect(kKeys * kPadded);
-    __syncwarp();
-    for (int b = lane; b < boxes; b += 32) {
-      if (b >= 32 || (kSplitTables && values))
-        now = producers.locate(tile, tile.key(j) + b * p.copies.box_keys, values);
-      tma_load_tile<kPadded>(to + b * p.copies.box_keys * 128, kKeys * 128, from, full, 0, now.x, tile.kv_head, now.y);
-    }
-    __syncwarp();
   }
   // The same by cp.async. Transposers read values by plain loads, so only keys are passed on to another proxy.
   FI_DEVICE void gather(const Producers& producers) const {

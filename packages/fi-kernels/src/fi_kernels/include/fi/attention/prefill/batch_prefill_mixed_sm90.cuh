@@ -1,31 +1,33 @@
-// Batch prefill of 16-bit queries over fp8 keys and values on Hopper: the 16-bit kernel with a warpgroup that converts
-// KV tiles between the TMA producers and the consumers.
+// Batch prefill of 16-bit queries over fp8 keys and values on Hopper: the 16-bit kernel with warps that convert KV
+// tiles in place, between the copies and the consumers.
 #pragma once
+#include "fi/attention/prefill/batch_prefill_gathered_sm90.cuh"  // the other kernel of the unit
 #include "fi/attention/prefill/batch_prefill_sm90.cuh"
 #include "fi/cuda/ptx/fp8.cuh"
 
 namespace fi {
 
 // bf16 queries become half, since an instruction makes two fp8 numbers half and four make them bf16.
-template <class Query, class KV, int kDimQK, int kDimVO, int kKeys, bool kCapped, int kConsumers, int kRawStages>
+// An fp8 tile is copied into the stage where it becomes a 16-bit one: blocks of 128 columns, [keys][128] in the
+// 128-byte swizzle, of which the last may be half used. A block lies where the last 16-bit block that it becomes will
+// be, so a row of it becomes rows of which only the last takes its place. kConverters: two warps beside the producers,
+// or a warpgroup.
+template <class Query, class KV, int kDimQK, int kDimVO, int kKeys, bool kCapped, int kConsumers, int kConverters>
 struct PrefillMixedKernel {
   using T = __half;
-  static constexpr int kStages = 2, kPaddedQK = (kDimQK + 127) / 128 * 128, kPaddedVO = (kDimVO + 127) / 128 * 128;
-  static constexpr int kOtherRegisters = kConsumers > 2 ? (kDimVO > 64 ? 24 : 32) : kDimVO > 128 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kConsumers > 2 ? (kDimVO > 64 ? 144 : 136) : kDimVO > 128 ? 224 : 216;
-  static_assert(registers_fit(2 * kOtherRegisters + kConsumers * kConsumerRegisters, kConsumers + 2), "registers");
+  using Wide = PrefillKernel<T, kDimQK, kDimVO, kKeys, false, kCapped, kConsumers, 226 * 1024, true, Query>;
+  static constexpr int kStages = Wide::kStages, kBlockBytes = kKeys * 128;
+  static constexpr bool kWarpgroupConverts = kConverters == 4;
+  static constexpr int kOthers = kWarpgroupConverts ? 2 : 1;  // warpgroups besides consumers
+  static constexpr int kOtherRegisters = kWarpgroupConverts ? 32 : Wide::kProducerRegisters;
+  static constexpr int kConsumerRegisters = kWarpgroupConverts ? 224 : Wide::kConsumerRegisters;
+  static_assert(registers_fit(kOthers* kOtherRegisters + kConsumers * kConsumerRegisters, kConsumers + kOthers),
+                "registers");
 
-  using Wide = PrefillKernel<T, kDimQK, kDimVO, kKeys, false, kCapped, kConsumers,
-                             226 * 1024 - kRawStages * kKeys*(kPaddedQK + kPaddedVO), true, Query>;
-  static_assert(Wide::kStages == kStages, "16-bit stages");
-
-  // fp8 tiles, [dim / 128][keys][128] in the 128-byte swizzle, where the last block may be partly used.
   struct Shared {
-    alignas(1024) KV k[kRawStages][kKeys * kPaddedQK];
-    alignas(1024) KV v[kRawStages][kKeys * kPaddedVO];
     typename Wide::Shared wide;
-    using RawPipeline = Pipeline<kRawStages, Writer::kThreads, Reader::kLoads>;
-    RawPipeline k_pipeline, v_pipeline;
+    // Filled by TMA; consumers free the stage.
+    Pipeline<kStages, Writer::kCopies, Reader::kLoads> raw_keys, raw_values;
   };
 
   const BatchPrefillParams& p;
@@ -34,96 +36,139 @@ struct PrefillMixedKernel {
   FI_DEVICE void run() const {
     const Wide wide(p, shared.wide);
     if (threadIdx.x == 0) {
-      shared.k_pipeline.init(p.copies.gathered ? 32 : 1, 4);
-      shared.v_pipeline.init(p.copies.gathered ? 32 : 1, 4);
-      wide.init(3 + 4, 4);
+      shared.raw_keys.init(1, 1);
+      shared.raw_values.init(1, 1);
+      wide.init(1 + kConverters, kConverters);
     }
     __syncthreads();
     pdl_wait();
+    wide.prefetch_schedule();
     const int group = warpgroup_index();
-    if (group == 0) {
+    if (group < kOthers) {
       give_registers<kOtherRegisters>();
-      const int warp = warp_index();
-      const typename Wide::Producers producers{p, shared.wide};
-      if (warp == 0)
-        produce<kDimQK>(producers, p.copies.k, p.copies.k_rows, shared.k, shared.k_pipeline, false);
-      else if (warp == 1)
-        produce<kDimVO>(producers, p.copies.v, p.copies.v_rows, shared.v, shared.v_pipeline, true);
-      else if (warp == 2)
-        producers.produce_queries();
-      else if (warp == 3)
-        producers.schedule(false);
-    } else if (group == 1) {
-      give_registers<kOtherRegisters>();
-      convert_all();
+      const int warp = warp_index(), part = warp - (kWarpgroupConverts ? 4 : 1);
+      const Producers producers{p, shared.wide};
+      if (warp == 3)
+        producers.schedule(true);
+      else if (warp == 0)
+        produce(producers);
+      else if (part >= 0)
+        convert_all(producers, part);
     } else {
       take_registers<kConsumerRegisters>();
-      wide.consume(group - 2);
+      wide.consume(group - kOthers);
     }
   }
 
  private:
-  // Plain loads read the fp8 tiles, so that rows copied by cp.async need no relay.
-  template <int kDim, int kSize>
-  FI_DEVICE void produce(const typename Wide::Producers& producers, const TensorMap& map, const GatheredRows& rows,
-                         KV (&to)[kRawStages][kSize], typename Shared::RawPipeline& pipeline, bool values) const {
-    if (p.copies.gathered)
-      producers.template gather<kDim>(rows, to, pipeline.full, pipeline.empty, values);
-    else
-      producers.template produce<kSize / kKeys>(map, to, pipeline.full, pipeline.empty, values);
-  }
+  using Producers = typename Wide::Producers;
+  using Tile = typename Wide::Tile;
 
-  FI_DEVICE void convert_all() const {
-    typename Wide::Producers{p, shared.wide}.for_each_tile(
-        [this, from = PipelineState(), at = PipelineState()](const typename Wide::Tile& tile) mutable {
-          // Consumers need the keys of a KV tile before its values.
-          for (int j = 0; j < tile.count; ++j) {
-            convert<kDimQK>(shared.k[from.stage], shared.k_pipeline, from, shared.wide.k[at.stage],
-                            shared.wide.k_pipeline, at);
-            convert<kDimVO>(shared.v[from.stage], shared.v_pipeline, from, shared.wide.v[at.stage],
-                            shared.wide.v_pipeline, at);
-            from.advance(kRawStages);
-            at.advance(kStages);
-          }
-        });
-  }
-
-  // A thread converts 8 columns of every kStep-th key. Their places in the swizzle repeat with 8 keys.
+  // Where the first block lies in its stage, and the bytes from it to the next.
   template <int kDim>
-  FI_DEVICE static void convert(const KV* raw, typename Shared::RawPipeline& raw_pipeline, const PipelineState& from,
-                                T* to, typename Wide::TilePipeline& to_pipeline, const PipelineState& at) {
-    raw_pipeline.wait(from);
-    to_pipeline.acquire({at.stage, at.phase ^ 1});
-    const char* source = reinterpret_cast<const char*>(raw);
-    char* target = reinterpret_cast<char*>(to);
-#pragma unroll
-    for (int block = 0; block < kDim / 128; ++block)
-      convert_columns<16>(source + block * kKeys * 128, target + block * kKeys * 256);
-    if constexpr (kDim % 128 > 0)
-      convert_columns<kDim % 128 / 8>(source + kDim / 128 * kKeys * 128, target + kDim / 128 * kKeys * 256);
-    pass_on_warp(raw_pipeline, from.stage, to_pipeline, at.stage);
+  static constexpr int kFirstBlock = kDim > 64 ? kBlockBytes : 0;
+  template <int kDim>
+  static constexpr int kNextBlock = kDim == 192 ? kBlockBytes : 2 * kBlockBytes;
+
+  template <int kDim>
+  FI_DEVICE static KV* raw(T* tile) {
+    return reinterpret_cast<KV*>(tile) + kFirstBlock<kDim>;
   }
-  // kPieces: of 8 columns, of a line of 128 fp8 columns.
+
+  // Copies keys and values of every tile, last key tile first.
+  FI_DEVICE void produce(const Producers& producers) const {
+    producers.produce_pairs([&](const Tile& tile, int j, unsigned step, int2 box) {
+      const auto at = PipelineState::producer_at<kStages>(step);
+      shared.wide.k_pipeline.acquire(at);
+      producers.template copy_boxes<(kDimQK + 127) / 128 * 128, kNextBlock<kDimQK>>(
+          p.copies.k, raw<kDimQK>(shared.wide.k[at.stage]), shared.raw_keys.full[at.stage], tile, j, box, false);
+      shared.wide.v_pipeline.acquire(at);
+      producers.template copy_boxes<(kDimVO + 127) / 128 * 128, kNextBlock<kDimVO>>(
+          p.copies.v, raw<kDimVO>(shared.wide.v[at.stage]), shared.raw_values.full[at.stage], tile, j, box, true);
+    });
+  }
+
+  FI_DEVICE static uint4 widened(uint2 x) {
+    return {halves(x.x, KV()), upper_halves(x.x, KV()), halves(x.y, KV()), upper_halves(x.y, KV())};
+  }
+
+  FI_DEVICE void convert_all(const Producers& producers, int part) const {
+    const Lane<16> whole(part);
+    const Lane<8> half(part);
+    producers.for_each_tile([&, step = 0u](const Tile& tile) mutable {
+      int keys = tile.request.kv_len - tile.key(tile.begin + tile.count - 1);  // of the KV tile and behind it
+      for (int left = tile.count; left > 0; --left, ++step, keys += kKeys) {
+        const auto at = PipelineState::consumer_at<kStages>(step);
+        shared.raw_keys.wait(at);
+        convert<kDimQK>(shared.wide.k[at.stage], whole, half);
+        shared.wide.k_pipeline.commit_warp(at.stage);
+        shared.raw_values.wait(at);
+        convert<kDimVO>(shared.wide.v[at.stage], whole, half);
+        if (keys < kKeys) clear(shared.wide.v[at.stage], keys, part);
+        shared.wide.v_pipeline.commit_warp(at.stage);
+      }
+    });
+  }
+
+  // A lane converts one of kPieces pieces of 8 columns in every 16th row, since places in the swizzle repeat with 8
+  // rows. The bytes where it reads and writes in row `part`; those of row part + i, where kConverters divides i, differ
+  // by a xor with 16 i.
   template <int kPieces>
-  FI_DEVICE static void convert_columns(const char* from, char* to) {
-    constexpr int kStep = 128 / kPieces;
-    static_assert(kStep % 8 == 0 && kKeys % kStep == 0, "whole steps of 8 keys");
-    const int thread = threadIdx.x % 128, key = thread / kPieces, piece = thread % kPieces;
-    from += swizzled_offset(key, piece / 2) + piece % 2 * 8;
-    to += SwizzledTile<T, kKeys>::offset(key, piece * 8);
-#pragma unroll 4
-    for (int i = 0; i < kKeys / kStep; ++i, from += kStep * 128, to += kStep * 128) {
-      const uint2 x = *reinterpret_cast<const uint2*>(from);
-      *reinterpret_cast<uint4*>(to) = {halves(x.x, KV()), upper_halves(x.x, KV()), halves(x.y, KV()),
-                                       upper_halves(x.y, KV())};
+  struct Lane {
+    int from, to;
+
+    FI_DEVICE explicit Lane(int part) {
+      const int lane = threadIdx.x % 32, piece = lane % kPieces;
+      const int row = part + lane / 16 * 8 + (kPieces == 8 ? lane / 8 % 2 * 4 : 0);
+      from = swizzled_offset(row, piece / 2) + piece % 2 * 8;
+      to = piece / 8 * kBlockBytes + swizzled_offset(row, piece % 8);
     }
+  };
+
+  template <int kDim>
+  FI_DEVICE static void convert(T* tile, const Lane<16>& whole, const Lane<8>& half) {
+    constexpr int kLast = (kDim / 64 - 1) * kBlockBytes;
+    char* const begin = reinterpret_cast<char*>(tile);
+    if constexpr (kDim >= 128) convert_blocks<16, kDim / 128>(begin + kBlockBytes, begin, whole);
+    if constexpr (kDim % 128 > 0) convert_blocks<8, 1>(begin + kLast, begin + kLast, half);
+  }
+  // A row is read whole before its place is written, and no other warp has any of it.
+  template <int kPieces, int kBlocks>
+  FI_DEVICE static void convert_blocks(const char* raw, char* wide, const Lane<kPieces>& lane) {
+    static_assert(kKeys % 16 == 0, "whole steps");
+#pragma unroll 1
+    for (int i = 0; i < kPieces / 2; i += kConverters) {
+      const char* from = raw + (lane.from ^ i * 16) + i * 128;
+      char* to = wide + (lane.to ^ i * 16) + i * 128;
+      uint2 x[kBlocks][kKeys / 16];
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+        for (int n = 0; n < kKeys / 16; ++n)
+          x[block][n] = *reinterpret_cast<const uint2*>(from + block * 2 * kBlockBytes + n * 2048);
+      __syncwarp();
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+        for (int n = 0; n < kKeys / 16; ++n)
+          *reinterpret_cast<uint4*>(to + block * 2 * kBlockBytes + n * 2048) = widened(x[block][n]);
+    }
+  }
+  // Zeros value rows from `keys` on, which may be NaN: those that this warp has converted.
+  FI_DEVICE static void clear(T* v, int keys, int part) {
+    const int piece = threadIdx.x % 32;
+    __syncwarp();
+    for (int row = part; row < kKeys; row += kConverters)
+      if (row >= keys && piece < kDimVO / 8)
+        *reinterpret_cast<uint4*>(reinterpret_cast<char*>(v) + piece / 8 * kBlockBytes + row * 128 + piece % 8 * 16) =
+            uint4{0, 0, 0, 0};
   }
 };
 
-template <class Query, class KV, int kDimQK, int kDimVO, int kKeys, bool kCapped, int kConsumers, int kRawStages,
+template <class Query, class KV, int kDimQK, int kDimVO, int kKeys, bool kCapped, int kConsumers, int kConverters,
           int kSharedBytes>
 FI_DEVICE void batch_prefill_wgmma_mixed(const BatchPrefillParams& params) {
-  using Kernel = PrefillMixedKernel<Query, KV, kDimQK, kDimVO, kKeys, kCapped, kConsumers, kRawStages>;
+  using Kernel = PrefillMixedKernel<Query, KV, kDimQK, kDimVO, kKeys, kCapped, kConsumers, kConverters>;
   run_in_shared<Kernel, kSwizzlePeriod, kSharedBytes>(params);
 }
 

@@ -72,10 +72,7 @@ struct PrefillKernel {
     if (threadIdx.x == 0) init(3, p.copies.gathered ? kGatherWarps : 1);
     __syncthreads();
     pdl_wait();
-    // The first work tile is found through three dependent loads. Prefetching all three waits for memory once.
-    if (threadIdx.x == 32) prefetch_l2(p.schedule.requests);
-    if (threadIdx.x == 64) prefetch_l2(p.schedule.tiles + blockIdx.x / p.problem.kv_heads);
-    if (threadIdx.x == 96 && p.pages.page_indices) prefetch_l2(p.pages.page_indices);
+    prefetch_schedule();
     if (threadIdx.x < kWarpgroup) {
       give_registers<kProducerRegisters>();
       const int warp = warp_index();
@@ -93,6 +90,13 @@ struct PrefillKernel {
       take_registers<kConsumerRegisters>();
       consume(threadIdx.x / kWarpgroup - 1);
     }
+  }
+
+  // The first work tile is found through three dependent loads. Prefetching all three waits for memory once.
+  FI_DEVICE void prefetch_schedule() const {
+    if (threadIdx.x == 32) prefetch_l2(p.schedule.requests);
+    if (threadIdx.x == 64) prefetch_l2(p.schedule.tiles + blockIdx.x / p.problem.kv_heads);
+    if (threadIdx.x == 96 && p.pages.page_indices) prefetch_l2(p.pages.page_indices);
   }
 
   // By a warp. Keys and values of one head_dim share one code: fewer instructions to fetch before the first copy.
@@ -326,7 +330,7 @@ struct PrefillKernel {
 
   template <int kCount>
   FI_DEVICE void add_values(const Step& step, const unsigned (&weights)[kCount / 16][4], float (&o)[kDimVO / 2]) const {
-    if (step.masked_right && !p.copies.gathered) {  // rows beyond the last key may be NaN
+    if (!kMixed && step.masked_right && !p.copies.gathered) {  // rows beyond the last key may be NaN
       const WorkTile& work = shared.work[step.work];
       const int keys = uniform(work.request.kv_len - work.origin - step.tile * kKeys);
       if (keys < kCount) clear(shared.v[step.at.stage], keys, kCount, 1 + step.group);

@@ -82,8 +82,8 @@ inline void describe_copies(const Kernel& kernel, BatchPrefillParams& params, co
 }
 
 // The entry that copies keys in this form.
-inline const Entry& tile(const Kernel& kernel, KeyRows rows) {
-  return rows == KeyRows::kColumns ? kernel.entries.front() : kernel.entries.back();
+inline const Entry& tile(const Kernel& kernel, bool gathered, KeyRows rows) {
+  return kernel.entries[gathered || rows != KeyRows::kColumns ? 1 : 0];
 }
 
 // alignment: of the rows of q, k, v and out. num_ctas: the most; 0: as many as fit.
@@ -91,7 +91,9 @@ inline void launch_batch_prefill(const Kernel& kernel, BatchPrefillParams& param
                                  const Tensor& q, const Tensor& k, int64_t alignment, int64_t page_size,
                                  int64_t kv_tokens, int64_t num_ctas, bool pdl) {
   const AttentionProblem& p = params.problem;
-  const Entry& entry = kernel.entries.front();
+  // Small pages of fp8 keys have an entry, and tiles, of their own.
+  const bool gathered = params.pages.page_indices && page_size % 8 && kernel.entries.size() > 1 && k.dtype().bits == 8;
+  const Entry& entry = tile(kernel, gathered, KeyRows::kColumns);
   const auto chosen = BatchPrefillConfig::of(entry);
   const int64_t multiprocessors = kernel.multiprocessors(q.device());
   const auto work_tiles = [&](int64_t tokens) {  // an estimate, at most a few too many
@@ -127,7 +129,7 @@ inline void launch_batch_prefill(const Kernel& kernel, BatchPrefillParams& param
   // Else a window moves the tiles of a row with the rows beside it, and with the page size.
   const int64_t key_step = batch_invariant() ? keys : params.pages.page_indices ? box : 8;
   describe_copies(kernel, params, q, k, page_size, kv_tokens, box, key_step, rows);
-  kernel.launch(tile(kernel, rows), config, q.device(), params, extras.data());
+  kernel.launch(tile(kernel, gathered, rows), config, q.device(), params, extras.data());
 }
 
 }  // namespace fi

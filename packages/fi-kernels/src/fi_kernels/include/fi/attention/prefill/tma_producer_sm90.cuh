@@ -216,6 +216,38 @@ struct PrefillProducers {
     });
   }
 
+  // Calls copy(tile, j, step, box) for every KV tile j of every tile, last first. box: what `locate` tells of the box
+  // of keys whose number is the lane's. By the one warp that copies both keys and values.
+  template <class Copy>
+  FI_DEVICE void produce_pairs(Copy&& copy) const {
+    const int lane = threadIdx.x % 32;
+    unsigned step = 0;  // counts KV tiles of all work tiles
+    for_each_tile([&](const Tile& tile) {
+      if (tile.count == 0) return;
+      int2 next = locate(tile, tile.key(tile.begin + tile.count - 1) + lane * p.copies.box_keys, false);
+      for (int j = tile.begin + tile.count - 1; j >= tile.begin; --j, ++step) {
+        const int2 now = next;
+        if (j > tile.begin)
+          next = locate(tile, tile.key(j - 1) + lane * p.copies.box_keys, false);  // loads while stages are acquired
+        copy(tile, j, step, now);
+      }
+    });
+  }
+  // Copies keys or values of KV tile j, column blocks kBlockBytes apart. Each lane copies other boxes: a short loop
+  // without shuffles.
+  template <int kDim, int kBlockBytes, class KV>
+  FI_DEVICE void copy_boxes(const TensorMap& from, KV* to, Barrier& full, const Tile& tile, int j, int2 box,
+                            bool values) const {
+    const int lane = threadIdx.x % 32, boxes = kKeys / p.copies.box_keys;
+    if (lane == 0) full.arrive_expect(kKeys * kDim);
+    __syncwarp();
+    for (int b = lane; b < boxes; b += 32) {
+      if (b >= 32 || (kSplitTables && values)) box = locate(tile, tile.key(j) + b * p.copies.box_keys, values);
+      tma_load_tile<kDim>(to + b * p.copies.box_keys * 128, kBlockBytes, from, full, 0, box.x, tile.kv_head, box.y);
+    }
+    __syncwarp();
+  }
+
   // The pages of the rows of a KV tile that one of kWarps warps copies: it takes every kWarps-th group of 8 rows. Lane
   // l has those of its rows l, 32 + l, ... Beyond the last key they are any entries.
   template <int kWarps>

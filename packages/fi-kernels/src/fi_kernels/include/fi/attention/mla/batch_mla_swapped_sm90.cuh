@@ -116,23 +116,8 @@ struct MlaSwappedKernel {
   FI_DEVICE void load_queries(MlaScheduler& scheduler, int thread) const {
     MlaWork s;
     for (int use = 0; scheduler.next(s); ++use) {
-      const int rows = s.request.qo_len * static_cast<int>(params.heads.value), row0 = s.q_tile * kRows;
       shared.q_empty.wait(use % 2 ^ 1);
-#pragma unroll 1
-      for (int i = thread; i < kRows * 8; i += 96) {
-        const int r = i / 8, chunk = i % 8;
-        const bool valid = row0 + r < rows;
-        const auto row = params.row(valid ? row0 + r : 0);
-        const int64_t token = s.request.qo_begin + row.token;
-        const T* nope = static_cast<const T*>(params.q_nope) + token * params.q_nope_token +
-                        row.head * params.q_nope_head + chunk * 8;
-        const T* pe = static_cast<const T*>(params.q_pe) + token * params.q_pe_token + row.head * params.q_pe_head;
-        char* to = shared.q[0] + swizzled_offset(r, chunk);
-#pragma unroll
-        for (int block = 0; block < kLatentBlocks; ++block)
-          cp_async_16(to + block * kQueryBytes, nope + block * 64, valid);
-        cp_async_16(to + kLatentBlocks * kQueryBytes, pe + chunk * 8, valid);
-      }
+      load_mla_queries<T, kRows>(params, s, s.q_tile * kRows, shared.q[0], thread, 96);
       shared.q_full.arrive_copies();  // order: thread: every thread arrives for its own copies
     }
   }

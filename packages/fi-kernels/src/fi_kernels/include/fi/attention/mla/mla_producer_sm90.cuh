@@ -119,22 +119,7 @@ struct MlaProducer {
   FI_DEVICE void load_queries(const MlaWork& s, int row0, int thread, int threads) const {
     if constexpr (kMlaFixedSplits)
       if (!s.begins()) return;  // those of the chunk before
-    const int rows = s.request.qo_len * static_cast<int>(params.heads.value);
-#pragma unroll 1
-    for (int i = thread; i < kRows * 8; i += threads) {
-      const int r = i / 8, chunk = i % 8;
-      const bool valid = row0 + r < rows;
-      const auto row = params.row(valid ? row0 + r : 0);
-      const int64_t token = s.request.qo_begin + row.token;
-      const T* nope = static_cast<const T*>(params.q_nope) + token * params.q_nope_token +
-                      row.head * params.q_nope_head + chunk * 8;
-      char* to = reinterpret_cast<char*>(shared.q) + swizzled_offset(r, chunk);
-#pragma unroll
-      for (int block = 0; block < kLatentBlocks; ++block)
-        cp_async_16(to + block * (kBlock * 2), nope + block * 64, valid);
-      const T* pe = static_cast<const T*>(params.q_pe) + token * params.q_pe_token + row.head * params.q_pe_head;
-      cp_async_16(to + kLatentBlocks * (kBlock * 2), pe + chunk * 8, valid);
-    }
+    load_mla_queries<T, kRows>(params, s, row0, reinterpret_cast<char*>(shared.q), thread, threads);
   }
   FI_DEVICE void load_all_queries(MlaScheduler& scheduler, int first, int begin, int threads) const {
     MlaWork s;

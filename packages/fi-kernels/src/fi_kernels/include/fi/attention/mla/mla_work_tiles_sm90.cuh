@@ -1,7 +1,10 @@
-// What producers of MLA on Hopper share: they give work tiles to consumers and look up the pages of KV tiles.
+// What producers of MLA on Hopper share: they give work tiles to consumers, load queries and
+// look up the pages of KV tiles.
 #pragma once
 #include "fi/attention/mla/batch_mla.h"
 #include "fi/cuda/pipeline_sm90.cuh"
+#include "fi/cuda/ptx/cp_async.cuh"
+#include "fi/cuda/swizzle.cuh"
 
 namespace fi {
 
@@ -19,6 +22,30 @@ FI_DEVICE bool publish_next(MlaScheduler& scheduler, Shared& shared, MlaWork& s,
   }
   __syncwarp();
   return more;
+}
+
+// Loads kRows queries of a request, from packed row row0 on, as blocks of 64 columns; rows beyond the request become
+// zeros. thread: of `threads`.
+template <class T, int kRows>
+FI_DEVICE void load_mla_queries(const BatchMlaParams& params, const MlaWorkTile& s, int row0, char* to, int thread,
+                                int threads) {
+  constexpr int kLatentBlocks = kMlaLatent / 64, kBlockBytes = kRows * 128;
+  const int rows = s.request.qo_len * static_cast<int>(params.heads.value);
+#pragma unroll 1
+  for (int i = thread; i < kRows * 8; i += threads) {
+    const int r = i / 8, chunk = i % 8;
+    const bool valid = row0 + r < rows;
+    const auto row = params.row(valid ? row0 + r : 0);
+    const int64_t token = s.request.qo_begin + row.token;
+    const T* nope =
+        static_cast<const T*>(params.q_nope) + token * params.q_nope_token + row.head * params.q_nope_head + chunk * 8;
+    const T* pe = static_cast<const T*>(params.q_pe) + token * params.q_pe_token + row.head * params.q_pe_head;
+    char* place = to + swizzled_offset(r, chunk);
+#pragma unroll
+    for (int block = 0; block < kLatentBlocks; ++block)
+      cp_async_16(place + block * kBlockBytes, nope + block * 64, valid);
+    cp_async_16(place + kLatentBlocks * kBlockBytes, pe + chunk * 8, valid);
+  }
 }
 
 // Where the KV tiles of a work tile begin, in pages that are a multiple of a tile: lane l looks up tiles l, l + 32,

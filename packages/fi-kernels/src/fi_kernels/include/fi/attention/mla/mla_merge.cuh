@@ -141,7 +141,10 @@ struct MlaMerge {
   }
 
   FI_DEVICE void merge(int share) const {
-    const int n = item.num_splits, units = n <= kFewSplits && !kMlaFixedSplits ? kRows : kRows * kPieces;
+    const int exist =
+        item.request.qo_len * static_cast<int>(params.heads.value) - item.q_tile * params.tile_rows - first;
+    const int n = item.num_splits, rows = max(0, min(kRows, exist));
+    const int units = n <= kFewSplits && !kMlaFixedSplits ? rows : rows * kPieces;
     const int begin = units * share / n, end = units * (share + 1) / n;
     if constexpr (kMlaFineSplits)
       fold_fine_pieces(begin, end);

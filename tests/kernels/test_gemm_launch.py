@@ -192,8 +192,12 @@ def test_exchanged_operands(gemm: Gemm) -> None:
     q = p["problem"]
     assert (q["m"], q["n"], q["a"], q["b"], q["a_scale"], q["b_scale"]) == (8192, 385, B, A, SB, SA)
     assert (q["out"], q["out_row_stride"]) == (OUT, 8192)
-    plain = gemm(385, 8192, 8192, bias=Tensor(BIAS, (8192,), "bf16"))
-    assert parameters(one(plain), "GemmSm90Params")["transposed"] == 0, "a bias is that of columns"
+    for reason, change in {
+        "a bias is that of columns": {"bias": Tensor(BIAS, (8192,), "bf16")},
+        "tensor cores would read each operand as the other": {"b": Tensor(B, (8192, 8192), "e5m2")},
+    }.items():
+        plain = one(gemm(385, 8192, 8192, "e4m3", **scales, **change))
+        assert parameters(plain, "GemmSm90Params")["transposed"] == 0, reason
 
 
 @pytest.mark.parametrize(

@@ -242,10 +242,12 @@ Tile small_m_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a,
   return best;
 }
 
-// Whether a kernel may multiply b by a, and store the transposed product: only fp8 operands have scales there, always.
+// Whether a kernel may multiply b by a, and store the transposed product: only fp8 operands have scales there, always,
+// and the tensor cores take each operand for one of its dtype.
 bool transposes(const GemmProblem& p, const GemmArgs& a) {
   const bool scaled = a.a_scale || a.b_scale, fp8 = a.a.dtype().bits == 8;
-  return p.rows == GemmRows::kBatched && !a.bias && p.a_scale_k_stride == 0 && p.b_k_stride == 1 && scaled == fp8;
+  return p.rows == GemmRows::kBatched && !a.bias && p.a_scale_k_stride == 0 && p.b_k_stride == 1 && scaled == fp8 &&
+         a.a.dtype() == a.b.dtype();
 }
 
 // The problem with its operands exchanged; out stays [m, n] of the given one.

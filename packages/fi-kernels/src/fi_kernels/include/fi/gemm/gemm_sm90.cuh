@@ -170,11 +170,12 @@ struct GemmSm90 {
     Mainloop mainloop{p, shared, warpgroup};
     Epilogue epilogue{params, shared, warpgroup};
     PipelineState at;
-    for (;;) {
+    for (int i = 0;; ++i) {
       shared.ring.pipeline.wait(at);
       GemmTile tile = shared.ring.tiles[at.stage];
       if (uniform(tile.rows) == kNoTile) break;
-      if constexpr (Epilogue::kTransposes) tile.shared = uniform(tile.shared);
+      // Counted, not read: the compiler sees that all threads agree, so descriptors stay in uniform registers.
+      if constexpr (Epilogue::kTransposes) tile.shared = i == p.whole_tiles;
       const auto scales = epilogue.begin(tile);
       float d[Mainloop::kMBlocks][Mainloop::kCount];
       mainloop.multiply(d, epilogue, at, blocks(tile));

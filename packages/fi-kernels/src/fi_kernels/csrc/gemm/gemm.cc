@@ -250,19 +250,6 @@ bool transposes(const GemmProblem& p, const GemmArgs& a) {
          a.a.dtype() == a.b.dtype();
 }
 
-// The problem with its operands exchanged; out stays [m, n] of the given one.
-GemmProblem transposed(GemmProblem p) {
-  std::swap(p.a, p.b);
-  std::swap(p.a_scale, p.b_scale);
-  std::swap(p.m, p.n);
-  std::swap(p.a_batch_stride, p.b_batch_stride);
-  std::swap(p.a_row_stride, p.b_row_stride);
-  std::swap(p.a_scale_batch_stride, p.b_scale_batch_stride);
-  std::swap(p.a_scale_row_stride, p.b_scale_row_stride);
-  std::swap(p.a_scale_rows, p.b_scale_rows);
-  return p;
-}
-
 // Whether an entry computes the problem without exchanged operands.
 bool takes(const GemmProblem& p, const GemmArgs& a, const GemmConfig& t, int64_t multiprocessors) {
   if (p.rows == GemmRows::kIndices && 128 % t.rows != 0) return false;
@@ -366,8 +353,9 @@ void launch_gemm(const Kernel& kernel, const GemmProblem& given, const GemmArgs&
   Launch launch{std::min(tiles, multiprocessors)};
   launch.pdl = kernel.pdl(a.enable_pdl);
   if (t.kind == GemmKind::MMA) {
-    const GemmMmaParams params{p, static_cast<int32_t>(gemm_ceil(p.k * shape.bytes, 64)), static_cast<int32_t>(group_m),
-                               p.m, stores_vectors(a.out, p, 2 * shape.out_bytes)};
+    const GemmMmaParams params{
+        p,   static_cast<int32_t>(gemm_ceil(p.k * shape.bytes, 64)), static_cast<int32_t>(group_m),
+        p.m, stores_vectors(a.out, p, 2 * shape.out_bytes),          gemm_raster(p, t.rows, t.columns, group_m)};
     launch.grid_x = tiles;
     return kernel.launch(*entry, launch, a.a.device(), params);
   }
@@ -379,6 +367,7 @@ void launch_gemm(const Kernel& kernel, const GemmProblem& given, const GemmArgs&
     if (splits > 1) launch.grid_x = tiles * splits;
     launch.cluster = static_cast<unsigned>(splits);
     params.b_constant = a.b_constant;
+    params.raster = gemm_raster(p, t.rows, t.columns, params.group_m);
     return kernel.launch(*entry, launch, a.a.device(), params);
   }
   params.whole_rows = stores_vectors(a.out, p, 16);
@@ -405,6 +394,7 @@ void launch_gemm(const Kernel& kernel, const GemmProblem& given, const GemmArgs&
   // Exchanged, 9625 x 3584 x 512 with groups of 1 and 15: 64.4 and 62.9.
   const bool in_turn = turned && gemm_ceil(p.n, t.columns) <= kGemmFewTokenTiles;
   params.group_m = static_cast<int32_t>(in_turn ? 1 : group_m * (t.stores == GemmStores::TMA_HALVES ? 2 : 1));
+  params.raster = gemm_raster(p, t.rows, t.columns, params.group_m);
   launch.shared_bytes = kGemmSharedBytes;
   kernel.launch(*entry, launch, a.a.device(), params);
 }

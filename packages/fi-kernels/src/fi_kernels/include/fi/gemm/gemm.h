@@ -1,5 +1,6 @@
 // The problem that all GEMM implementations solve: operands, groups, scales and strides; shared by host and device.
 #pragma once
+#include "fi/divisor.h"
 #include "fi/types.h"
 
 namespace fi {
@@ -39,6 +40,12 @@ struct GemmProblem {
   int32_t matrices;
   int32_t a_scale_rows, b_scale_rows;  // rows of a block of 128 k that share a scale: 1 or 128
   GemmRows rows;
+};
+
+// The tiles of a batch: groups of group_m rows of tiles are walked column by column.
+struct GemmRaster {
+  int32_t all, tiles, m_tiles, n_tiles, group_m;  // all: of the batch; tiles: of a product
+  Divisor by_tiles, by_group, by_rows, by_last;   // tiles, those of a group, group_m, rows of the last group
 };
 
 }  // namespace fi

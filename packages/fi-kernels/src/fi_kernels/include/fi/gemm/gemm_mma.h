@@ -10,6 +10,7 @@ struct GemmMmaParams {
   int32_t group_m;   // tiles along m of a group of the raster
   int32_t last_row;  // that a tile of a batch may begin with
   int32_t pairs;     // pairs of columns of out are aligned
+  GemmRaster raster;
 };
 
 }  // namespace fi

@@ -68,6 +68,35 @@ struct GemmChoice {
   bool transposed = false;  // of the exchanged operands
 };
 
+// The tiles of a shape of a batched product, of which group_m along m are walked together.
+inline GemmRaster gemm_raster(const GemmProblem& p, int64_t rows, int64_t columns, int64_t group_m) {
+  const int64_t m_tiles = gemm_ceil(p.m, rows), n_tiles = gemm_ceil(p.n, columns), tiles = m_tiles * n_tiles;
+  const int64_t group = std::min(group_m, m_tiles), last = m_tiles % group ? m_tiles % group : group;
+  const auto of = [](int64_t value) { return divisor(static_cast<uint32_t>(value)); };
+  return {static_cast<int32_t>(p.rows == GemmRows::kIndices ? tiles : tiles * p.batch),
+          static_cast<int32_t>(tiles),
+          static_cast<int32_t>(m_tiles),
+          static_cast<int32_t>(n_tiles),
+          static_cast<int32_t>(group),
+          of(tiles),
+          of(group * n_tiles),
+          of(group),
+          of(last)};
+}
+
+// The problem with its operands exchanged; out stays [m, n] of the given one.
+inline GemmProblem transposed(GemmProblem p) {
+  std::swap(p.a, p.b);
+  std::swap(p.a_scale, p.b_scale);
+  std::swap(p.m, p.n);
+  std::swap(p.a_batch_stride, p.b_batch_stride);
+  std::swap(p.a_row_stride, p.b_row_stride);
+  std::swap(p.a_scale_batch_stride, p.b_scale_batch_stride);
+  std::swap(p.a_scale_row_stride, p.b_scale_row_stride);
+  std::swap(p.a_scale_rows, p.b_scale_rows);
+  return p;
+}
+
 // What a cost model predicts in us for the choices of a rehearsal. `log` leaves the three shortest times with its
 // launches.
 template <class Config>

@@ -31,6 +31,7 @@ struct GemmSm90Params {
   // which each but the last has so many blocks of k, and sums so many groups of 16 columns.
   int32_t whole_tiles, splits, own_blocks, own_groups;
   // Of the mainloop that adds k in parts, `splits` is their number.
+  GemmRaster raster;  // unless groups have sizes of their own
 };
 
 }  // namespace fi

@@ -16,26 +16,26 @@ struct GemmTile {
   int shared;            // the CTAs of a cluster share its k; by kernels that may do so
 };
 
-// Tiles of a batch of equal products, and of one whose rows have the group of each 128 rows.
+// Tiles of a batch of equal products, and of one whose rows have the group of each 128 rows. The code before the first
+// copy comes from DRAM, so it has no division.
 template <int kRows, int kColumns, class Params>
 struct BatchedTilesOf {
   const Params& p;
-  GroupedRaster raster;
   int next_tile, step;
 
-  FI_DEVICE explicit BatchedTilesOf(const Params& params) : p(params) {
-    raster = {(p.problem.m + kRows - 1) / kRows, (p.problem.n + kColumns - 1) / kColumns, p.group_m};
-    next_tile = blockIdx.x;
-    step = gridDim.x;
-  }
+  FI_DEVICE explicit BatchedTilesOf(const Params& params) : p(params), next_tile(blockIdx.x), step(gridDim.x) {}
 
   FI_DEVICE bool next(GemmTile& tile) {
-    const int tiles = raster.tiles();
-    for (; next_tile < tiles * matrices(); next_tile += step) {
-      const int batch = next_tile < tiles ? 0 : next_tile / tiles;
-      const GroupedRaster::Tile at = raster.at(next_tile - batch * tiles);
-      tile.row = at.m * kRows;
-      tile.column = at.n * kColumns;
+    const GemmRaster& r = p.raster;
+    for (; next_tile < r.all; next_tile += step) {
+      int batch = 0, at = next_tile;
+      if (r.all > r.tiles) batch = divide(at, r.by_tiles), at -= batch * r.tiles;
+      const int first = divide(at, r.by_group) * r.group_m;
+      const bool last = first + r.group_m > r.m_tiles;
+      at -= first * r.n_tiles;
+      const int column = divide(at, last ? r.by_last : r.by_rows);
+      tile.row = (first + at - column * (last ? r.m_tiles - first : r.group_m)) * kRows;
+      tile.column = column * kColumns;
       tile.rows = p.problem.m - tile.row;
       // Written so, mainloops compile as without it; as a minimum of rows, block scales with 64 x 128 take 5-8 %
       // longer.
@@ -52,9 +52,6 @@ struct BatchedTilesOf {
     }
     return false;
   }
-
- private:
-  FI_DEVICE int matrices() const { return p.problem.rows == GemmRows::kIndices ? 1 : p.problem.batch; }
 };
 
 // Tiles of groups whose sizes are on the device. A warp looks at 32 groups at a time: lane l at group first_group + l.

@@ -190,9 +190,9 @@ def _unit(axes: Values) -> Unit:
         mainloop = f"fi::Accumulate<{{0}}, {a.device}, {b.device}, {str(n_major).lower()}>"
     else:
         mainloop = f"fi::Promote<{{0}}, {a.device}, {b.device}, fi::GemmScales::{SCALES[axes['scales']]}>"
-    scaled = str(kind in ("16 bits", "fast", "rows")).lower()
+    scaled = {"16 bits": "kBias", "fast": "kAlways", "rows": "kAlways"}.get(kind, "kNever")
     epilogues = {
-        GemmStores.ROWS: f"fi::StoreRows<{{0}}, {out.device}, {scaled}>",
+        GemmStores.ROWS: f"fi::StoreRows<{{0}}, {out.device}, fi::GemmScaled::{scaled}>",
         GemmStores.EITHER: f"fi::StoreEither<{{0}}, {out.device}, {str(a.bytes == 1).lower()}>",
         GemmStores.TRANSPOSED: f"fi::StoreTransposed<{{0}}, {out.device}, {str(a.bytes == 1).lower()}>",
         GemmStores.TMA: f"fi::StoreTma<{{0}}, {out.device}>",
@@ -293,7 +293,7 @@ def _parts_unit(axes: Values) -> Unit:
     a, out = DTYPES[axes["a"]], DTYPES[axes["out"]]
     mainloop, epilogue = (
         f"fi::AccumulateParts<{{0}}, {a.device}, {a.device}>",
-        f"fi::StoreRows<{{0}}, {out.device}, true>",
+        f"fi::StoreRows<{{0}}, {out.device}, fi::GemmScaled::kBias>",
     )
     tiles = [tile._replace(stores=GemmStores.ROWS) for tile in TILES["16 bits"] if tile[:2] in _PARTS_TILES]
     tiles.append(_SMALL_PARTS_TILE)

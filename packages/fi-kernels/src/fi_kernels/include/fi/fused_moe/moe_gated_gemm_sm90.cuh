@@ -12,9 +12,9 @@ FI_DEVICE const GemmSm90Params& gemm_of(const MoeGatedGemmParams& params) { retu
 
 // Of gated tiles: kFeatures features of a warpgroup, which has 64 rows.
 template <class Tile, class T, ExpertActivation kAct>
-struct StoreGated : StoreRows<Tile, T, false> {
+struct StoreGated : StoreRows<Tile, T, GemmScaled::kNever> {
   using Params = MoeGatedGemmParams;
-  using Rows = StoreRows<Tile, T, false>;
+  using Rows = StoreRows<Tile, T, GemmScaled::kNever>;
   using Rows::out, Rows::warpgroup;
   static constexpr int kFeatures = Tile::kHalf, kSums = kFeatures / 2;  // kSums: accumulators of a projection
   static constexpr bool kFp8 = sizeof(T) == 1;

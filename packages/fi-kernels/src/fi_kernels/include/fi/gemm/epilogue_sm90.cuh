@@ -11,9 +11,13 @@
 
 namespace fi {
 
-// out = d * scale of row * scale of column + bias, for kMBlocks times 64 rows and kColumns columns of a warpgroup. It
-// is loaded before the mainloop, which hides the latency, and shared among the warpgroup behind it.
-template <class Out, bool kScales, int kMBlocks, int kColumns>
+// What an epilogue multiplies sums by, and adds. kBias: 16-bit operands rarely have either; kAlways: fp8 operands have
+// one scale at least, or it is 1.
+enum class GemmScaled { kNever, kBias, kAlways };
+
+// out = d * scale of row * scale of column + bias, for kMBlocks times 64 rows and kColumns columns of a warpgroup, or d
+// * one scale. It is loaded before the mainloop, which hides the latency, and shared among the warpgroup behind it.
+template <class Out, GemmScaled kScaled, int kMBlocks, int kColumns>
 struct OutputScales {
   static constexpr int kLoads = (kColumns + 127) / 128;
   // In shared memory, by column.
@@ -22,11 +26,15 @@ struct OutputScales {
     Out bias[kColumns];
   };
   float of_row[kMBlocks][2], of_column[kLoads];
-  bool any;
 
-  FI_DEVICE OutputScales(const GemmProblem& p, const GemmTile& tile, int row, int column)
-      : any(p.a_scale || p.b_scale || p.bias) {
-    if (!any) return;
+  // Whether rows or columns have scales of their own, or there is a bias; else all have that of the first row.
+  FI_DEVICE static bool each(const GemmProblem& p) {
+    if (kScaled == GemmScaled::kBias) return p.bias || p.a_scale || p.b_scale;
+    return p.bias || p.a_scale_row_stride != 0 || p.b_scale_row_stride != 0;
+  }
+
+  FI_DEVICE OutputScales(const GemmProblem& p, const GemmTile& tile, int row, int column) {
+    if (kScaled == GemmScaled::kBias && !each(p)) return;
     const int thread = threadIdx.x % 128, last_row = max(tile.rows, 1) - 1;
 #pragma unroll
     for (int i = 0; i < 2 * kMBlocks; ++i) {
@@ -61,13 +69,21 @@ struct OutputScales {
       d[2 * h + 1] = d[2 * h + 1] * (of_row[m_block][h] * scale.y) + add.y;
     }
   }
+  // The same unless `each`, to the same bits.
+  FI_DEVICE void apply_one(float (&d)[4]) const {
+    if constexpr (kScaled == GemmScaled::kAlways) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) d[i] = d[i] * (of_row[0][0] * of_column[0]) + 0.f;
+    }
+  }
 };
 
 // Where the mainloop has applied scales, and there is no bias.
 template <class Out, int kMBlocks, int kColumns>
-struct OutputScales<Out, false, kMBlocks, kColumns> {
+struct OutputScales<Out, GemmScaled::kNever, kMBlocks, kColumns> {
   struct Shared {};
   FI_DEVICE OutputScales(const GemmProblem&, const GemmTile&, int, int) {}
+  FI_DEVICE void apply_one(float (&)[4]) const {}
 };
 
 struct NoScales {
@@ -135,9 +151,9 @@ FI_DEVICE void store_rows(const char* block, Out* out, int64_t row_stride, int r
 // before_last gets the first accumulators while the last products run. kTransposes: it may store transposed tiles,
 // whose k a cluster may split.
 //
-// StoreRows: each warp stages 16 rows of a block of 64 rows by 128 bytes at a time and stores them. kScaled: there may
-// be scales of rows and columns and a bias. kStaged: blocks in shared memory.
-template <class Tile, class Out, bool kScaled, int kStaged = 1>
+// StoreRows: each warp stages 16 rows of a block of 64 rows by 128 bytes at a time and stores them. kStaged: blocks
+// in shared memory.
+template <class Tile, class Out, GemmScaled kScaled, int kStaged = 1>
 struct StoreRows {
   using Params = GemmSm90Params;
   using Scales = OutputScales<Out, kScaled, Tile::kOwnRows / 64, Tile::kOwnColumns>;
@@ -179,24 +195,25 @@ struct StoreRows {
   FI_DEVICE void commit(int m_block) const {}
 
  protected:
-  // With scales and bias only where there are any: without them, the code is short. staging: has by_tma, block, commit.
+  // With scales of rows and columns only where there are any: without them, the code is short. staging: has by_tma,
+  // block, commit.
   template <int kMBlocks, int kCount, class Staging>
   FI_DEVICE void store_tile(const float (&d)[kMBlocks][kCount], const Scales& scales, const GemmTile& tile,
                             const Staging& staging) const {
-    if constexpr (kScaled) {
-      if (scales.any) return store_blocks<true>(d, scales, tile, staging);
+    if constexpr (kScaled != GemmScaled::kNever) {
+      if (Scales::each(p.problem)) return store_blocks<true>(d, scales, tile, staging);
     }
     store_blocks<false>(d, scales, tile, staging);
   }
 
  private:
-  template <bool kApply, int kMBlocks, int kCount, class Staging>
+  template <bool kEach, int kMBlocks, int kCount, class Staging>
   FI_DEVICE void store_blocks(const float (&d)[kMBlocks][kCount], const Scales& scales, const GemmTile& tile,
                               const Staging& staging) const {
     constexpr int kWidth = kSwizzleLineBytes / sizeof(Out), kBlocks = (2 * kCount + kWidth - 1) / kWidth;
     const GemmProblem& q = p.problem;
     const int row = Tile::row(warpgroup), column = tile.column + Tile::column(warpgroup);
-    if constexpr (kApply) {
+    if constexpr (kEach) {
       warpgroup_sync(1 + warpgroup);  // all have read those of the tile before
       scales.share(q, column, of_columns);
       warpgroup_sync(1 + warpgroup);
@@ -210,12 +227,12 @@ struct StoreRows {
       const int at_row = i / kBlocks * 64, at_column = i % kBlocks * kWidth;
       __syncwarp();
       char* block = staging.block(i);
-      if constexpr (kApply) {
-        const auto scaled = [&](float (&x)[4], int at) { scales.apply(x, i / kBlocks, of_columns, at); };
-        stage_block<Out>(block, d[i / kBlocks], i % kBlocks * (kWidth / 2), scaled);
-      } else {
-        stage_block<Out>(block, d[i / kBlocks], i % kBlocks * (kWidth / 2), NoScales());
-      }
+      stage_block<Out>(block, d[i / kBlocks], i % kBlocks * (kWidth / 2), [&](float (&x)[4], int at) {
+        if constexpr (kEach)
+          scales.apply(x, i / kBlocks, of_columns, at);
+        else
+          scales.apply_one(x);
+      });
       if (staging.by_tma()) {
         if (i % kBlocks == kBlocks - 1) staging.commit(i / kBlocks);
         continue;

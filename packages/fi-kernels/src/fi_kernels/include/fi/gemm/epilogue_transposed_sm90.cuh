@@ -32,8 +32,8 @@ FI_DEVICE void stage_transposed(char* block, const float (&d)[kCount], int begin
 // The transposed tile: out[column, row] of a problem whose a is the weights. Warps stage 16 rows each of a block of 64
 // columns, and store 16 of its columns. A cluster sums its parts of a tile that it shares. kApply: tiles have scales.
 template <class Tile, class Out, bool kApply>
-struct StoreTransposed : StoreRows<Tile, Out, true> {
-  using Rows = StoreRows<Tile, Out, true>;
+struct StoreTransposed : StoreRows<Tile, Out, kApply ? GemmScaled::kAlways : GemmScaled::kBias> {
+  using Rows = StoreRows<Tile, Out, kApply ? GemmScaled::kAlways : GemmScaled::kBias>;
   using Rows::of_columns, Rows::out, Rows::p, Rows::warpgroup;
   static constexpr bool kTransposes = true;
 

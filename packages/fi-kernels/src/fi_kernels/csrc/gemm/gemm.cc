@@ -255,7 +255,7 @@ bool takes(const GemmProblem& p, const GemmArgs& a, const GemmConfig& t, int64_t
   if (p.rows == GemmRows::kIndices && 128 % t.rows != 0) return false;
   if (t.kind == GemmKind::SMALL_M)
     return p.rows == GemmRows::kBatched && p.batch == 1 && !short_k(p.k, a.a.dtype().bytes(), true);
-  if (t.stores == GemmStores::TRANSPOSED) return false;
+  if (t.stores == GemmStores::TRANSPOSED || t.stores == GemmStores::WHOLE) return false;
   // A CTA with a single tile has nothing to hide stores behind.
   return t.stores != GemmStores::TMA_HALVES || (p.k % kGemmHalvesStep == 0 && p.k <= kGemmHalvesK &&
                                                 stores_vectors(a.out, p, 16) && tiles_of(p, t) > multiprocessors);
@@ -264,7 +264,7 @@ bool takes(const GemmProblem& p, const GemmArgs& a, const GemmConfig& t, int64_t
 // Of the kernels for any number of tokens.
 Tile wgmma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const GemmShape& shape) {
   const GemmCard card = card_with_clusters(kernel, a.a.device());
-  const bool may_transpose = transposes(p, a);
+  const bool may_transpose = transposes(p, a), aligned = stores_vectors(a.out, p, 16);
   const GemmSmallMShape few{shape.rows, p.n, gemm_ceil(p.k * shape.bytes, 128), p.batch};
   return cheapest_entry<GemmConfig>(kernel, a.tactic, [&](Tile& choice) {
     const GemmConfig& t = choice.config;
@@ -273,8 +273,10 @@ Tile wgmma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, c
     GemmShape s = shape;
     if (choice.transposed) std::swap(s.rows, s.n);
     const int64_t clocks = s.alone ? t.alone_clocks : t.k_block_clocks;
-    const GemmTiling tiling{t.rows, t.columns, clocks, choice.splits, few_tokens, choice.transposed};
-    const bool exchanges = t.stores == GemmStores::EITHER || t.stores == GemmStores::TRANSPOSED;
+    const GemmTiling tiling{t.rows, t.columns, clocks, choice.splits, few_tokens};
+    // Sums of parts, and whole tiles, are stored by TMA.
+    const bool exchanges = t.stores == GemmStores::EITHER || t.stores == GemmStores::TRANSPOSED ||
+                           (t.stores == GemmStores::WHOLE && aligned);
     // A split of k would follow the number of tokens, and tiles for few tokens add fp8 in parts of their own. All
     // others add k in one order, exchanged operands or not.
     if (batch_invariant() && (choice.splits > 1 || (few_tokens && shape.bytes == 1))) return -1.0;
@@ -282,7 +284,7 @@ Tile wgmma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, c
     if (!tries_split)
       fits = takes(p, a, t, card.multiprocessors);
     else if (!few_tokens)
-      fits = may_transpose && exchanges && gemm_shares(s, tiling, card);
+      fits = may_transpose && exchanges && (choice.splits == 1 || aligned) && gemm_shares(s, tiling, card);
     else if (choice.splits > 1)
       fits = takes(p, a, t, card.multiprocessors) &&
              gemm_small_m_fits(few, {t.rows, t.columns, t.stage_blocks, choice.splits});
@@ -373,7 +375,11 @@ void launch_gemm(const Kernel& kernel, const GemmProblem& given, const GemmArgs&
   params.whole_rows = stores_vectors(a.out, p, 16);
   const bool by_tma = t.stores == GemmStores::TMA || t.stores == GemmStores::TMA_HALVES;
   params.tma_stores = by_tma && params.whole_rows && tiles > multiprocessors;
-  if (params.tma_stores)  // else the map costs the host time
+  // Elsewhere the map would cost the host time.
+  if (turned && (splits > 1 || t.stores == GemmStores::WHOLE))
+    describe_operand(kernel, params.out, p.out, shape.out_bytes, p.m, p.n, p.batch, p.out_row_stride,
+                     p.out_batch_stride, kGemmBoxColumns);
+  else if (params.tma_stores)
     describe_operand(kernel, params.out, p.out, shape.out_bytes, p.n, p.m, one_a(p) ? 1 : p.batch, p.out_row_stride,
                      p.out_batch_stride, 64);
   params.transposed = turned;

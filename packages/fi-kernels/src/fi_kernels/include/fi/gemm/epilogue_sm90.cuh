@@ -151,16 +151,16 @@ FI_DEVICE void store_rows(const char* block, Out* out, int64_t row_stride, int r
 // before_last gets the first accumulators while the last products run. kTransposes: it may store transposed tiles,
 // whose k a cluster may split.
 //
-// StoreRows: each warp stages 16 rows of a block of 64 rows by 128 bytes at a time and stores them. kStaged: blocks
-// in shared memory.
-template <class Tile, class Out, GemmScaled kScaled, int kStaged = 1>
+// StoreRows: each warp stages 16 rows of a block of 64 rows by 128 bytes at a time and stores them. kStagedBytes: of a
+// warpgroup, in shared memory.
+template <class Tile, class Out, GemmScaled kScaled, int kStagedBytes = 64 * kSwizzleLineBytes>
 struct StoreRows {
   using Params = GemmSm90Params;
   using Scales = OutputScales<Out, kScaled, Tile::kOwnRows / 64, Tile::kOwnColumns>;
   static constexpr int kHeldStages = 0, kBlockBytes = 64 * kSwizzleLineBytes;
   static constexpr bool kTransposes = false;
   struct Staged {
-    alignas(1024) char of[Tile::kConsumers][kStaged * kBlockBytes];
+    alignas(1024) char of[Tile::kConsumers][kStagedBytes];
   };
   struct Shared {
     alignas(16) typename Scales::Shared scales[Tile::kConsumers];
@@ -183,6 +183,7 @@ struct StoreRows {
     return {p.problem, tile, Tile::row(warpgroup), tile.column + Tile::column(warpgroup)};
   }
   FI_DEVICE bool by_tma() const { return false; }
+  FI_DEVICE void finish() const {}
   template <int kCount>
   FI_DEVICE void before_last(const float (&)[kCount]) const {}
   // last: the last stage of the tile.

@@ -16,11 +16,10 @@ struct GemmShape {
 };
 
 // k_block_clocks: of a tile and 128 bytes of k, measured. splits: CTAs of a cluster that share the k of a tile.
-// few_tokens: of the kernel for few tokens, whose clusters share each tile, not only the last one. exchanged: rows are
-// those of the weights.
+// few_tokens: of the kernel for few tokens, whose clusters share each tile, not only the last one.
 struct GemmTiling {
   int64_t rows, columns, k_block_clocks, splits = 1;
-  bool few_tokens = false, exchanged = false;
+  bool few_tokens = false;
 };
 
 // A card: its SMs, and the clusters of two and more CTAs that run at a time, by their number of CTAs; bytes of L2; by
@@ -46,7 +45,7 @@ inline double gemm_clocks_of_us(const GemmCard& card) { return kGemmClockShare *
 inline double gemm_dram_bytes(const GemmCard& card) { return card.memory_bytes / gemm_clocks_of_us(card); }
 
 // Clocks of the CTAs of a cluster to meet, for each of them, and bytes of a tile that they exchange in a clock.
-constexpr double kGemmMeetClocks = 3884, kGemmRankClocks = 1942, kGemmExchangeBytes = 60;
+constexpr double kGemmMeetClocks = 1170, kGemmRankClocks = 1380, kGemmExchangeBytes = 60;
 // The same where they share each tile of 64 x 64, whatever their number. 4000 fits 132 times of 66 to 256 tokens and up
 // to 2560 rows of weights best, within 6 %; the choice is best with 5000 to 6000 (99 drawn shapes, H200).
 constexpr double kGemmSplitTileClocks = 5000;
@@ -54,11 +53,8 @@ constexpr double kGemmSplitTileClocks = 5000;
 // such choices among 240 drawn shapes (H200), 315 x 14336 x 3584 in fp8, predicted 0.998, took 1.03.
 constexpr int64_t kGemmFittedTokens = 256;
 constexpr double kGemmBeyondFitted = 1.03;
-// Up to so many tiles of tokens meet a tile of weights one after the other. With more of them an exchanged tile of fp8
-// takes so many clocks longer, but for a CTA's last one: H200, us of 128 x 208 as predicted and measured, and of 256 x
-// 128: 8658 x 3072 x 2048 91.5, 104.2, 97.9; 9625 x 3584 x 512 47.3, 62.9, 58.1.
+// Up to so many tiles of tokens meet a tile of weights one after the other.
 constexpr int64_t kGemmFewTokenTiles = 10;
-constexpr double kGemmExchangedClocks = 2700;
 
 // What the last, partial tile of a group costs, in tiles, where groups vary and have a tile or more, and up to how many
 // rows this is counted. H200, us of the second product of experts with 256 rows of a tile as if groups were equal and
@@ -100,8 +96,6 @@ inline double gemm_cost(const GemmShape& s, const GemmTiling& t, const GemmCard&
   const double epilogue = static_cast<double>(t.rows * t.columns * s.out_bytes) / rates.out_bytes + rates.tile_clocks;
   const double k_block = std::max(static_cast<double>(t.k_block_clocks), loads);
   double compute = waves * (static_cast<double>(k_blocks) * k_block + epilogue);
-  if (t.exchanged && s.bytes == 1 && gemm_ceil(s.n, t.columns) > kGemmFewTokenTiles)
-    compute += std::max(0.0, waves - 1) * kGemmExchangedClocks;
   if (t.splits > 1 && t.few_tokens)
     compute = static_cast<double>(gemm_ceil(gemm_tiles(s, t), card.clusters[t.splits])) *
               (static_cast<double>(gemm_ceil(k_blocks, t.splits)) * k_block + epilogue + kGemmSplitTileClocks);

@@ -14,8 +14,8 @@ namespace fi {
 
 FI_DEVICE const GemmSm90Params& gemm_of(const GemmSm90Params& params) { return params; }
 
-// Tile: GemmTileSm90. Mainloop: Accumulate or Promote. Epilogue: one of StoreRows, StoreEither, StoreTma,
-// StoreTmaHalves, StoreGated.
+// Tile: GemmTileSm90. Mainloop: Accumulate or Promote. Epilogue: one of StoreRows, StoreTransposed, StoreEither,
+// StoreWhole, StoreTma, StoreTmaHalves, StoreGated.
 template <class Tile, class Mainloop, class Epilogue, template <int, int> class Scheduler>
 struct GemmSm90 {
   using Params = typename Epilogue::Params;
@@ -181,6 +181,7 @@ struct GemmSm90 {
       mainloop.multiply(d, epilogue, at, blocks(tile));
       epilogue.store(d, scales, tile, at.stage == 0 ? Tile::kStages - 1 : at.stage - 1);
     }
+    epilogue.finish();
   }
 };
 

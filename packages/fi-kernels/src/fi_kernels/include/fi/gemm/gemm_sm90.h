@@ -10,6 +10,8 @@ namespace fi {
 // 4096 x 4096 111.0 and 111.1, 8192 x 8192 x 8192 805 and 816.
 constexpr int64_t kGemmHalvesStep = 512, kGemmHalvesK = 3072;
 
+constexpr int kGemmBoxColumns = 16;  // of a transposed tile that TMA stores at a time
+
 // All that a CTA may have: the registers of a tile leave room for no other CTA.
 constexpr int kGemmSharedBytes = 227 * 1024;
 

@@ -265,6 +265,8 @@ bool takes(const GemmProblem& p, const GemmArgs& a, const GemmConfig& t, int64_t
 Tile wgmma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, const GemmShape& shape) {
   const GemmCard card = card_with_clusters(kernel, a.a.device());
   const bool may_transpose = transposes(p, a), aligned = stores_vectors(a.out, p, 16);
+  const bool by_rows =
+      shape.alone && p.a_scale_k_stride == 0 && (p.a_scale_row_stride != 0 || p.b_scale_row_stride != 0);
   const GemmSmallMShape few{shape.rows, p.n, gemm_ceil(p.k * shape.bytes, 128), p.batch};
   return cheapest_entry<GemmConfig>(kernel, a.tactic, [&](Tile& choice) {
     const GemmConfig& t = choice.config;
@@ -273,7 +275,8 @@ Tile wgmma_tile(const Kernel& kernel, const GemmProblem& p, const GemmArgs& a, c
     GemmShape s = shape;
     if (choice.transposed) std::swap(s.rows, s.n);
     const int64_t clocks = s.alone ? t.alone_clocks : t.k_block_clocks;
-    const GemmTiling tiling{t.rows, t.columns, clocks, choice.splits, few_tokens};
+    const GemmTiling tiling{t.rows,        t.columns,  clocks,
+                            choice.splits, few_tokens, by_rows && !few_tokens && t.stores != GemmStores::TMA};
     // Sums of parts, and whole tiles, are stored by TMA.
     const bool exchanges = t.stores == GemmStores::EITHER || t.stores == GemmStores::TRANSPOSED ||
                            (t.stores == GemmStores::WHOLE && aligned);

@@ -16,10 +16,11 @@ struct GemmShape {
 };
 
 // k_block_clocks: of a tile and 128 bytes of k, measured. splits: CTAs of a cluster that share the k of a tile.
-// few_tokens: of the kernel for few tokens, whose clusters share each tile, not only the last one.
+// few_tokens: of the kernel for few tokens, whose clusters share each tile, not only the last one. scaled: warps that
+// store multiply by scales of rows and columns.
 struct GemmTiling {
   int64_t rows, columns, k_block_clocks, splits = 1;
-  bool few_tokens = false;
+  bool few_tokens = false, scaled = false;
 };
 
 // A card: its SMs, and the clusters of two and more CTAs that run at a time, by their number of CTAs; bytes of L2; by
@@ -53,6 +54,9 @@ constexpr double kGemmSplitTileClocks = 5000;
 // such choices among 240 drawn shapes (H200), 315 x 14336 x 3584 in fp8, predicted 0.998, took 1.03.
 constexpr int64_t kGemmFittedTokens = 256;
 constexpr double kGemmBeyondFitted = 1.03;
+// Of an element that warps scale so: H200, us of 256 x 128, which TMA stores, and of 128 x 192 with scales of rows:
+// 8192 x 8192 x 8192 803 and 847 (one scale 833 and 809), 5485 x 28672 x 3584 894 and 968.
+constexpr double kGemmScaledClocks = 0.06;
 // Up to so many tiles of tokens meet a tile of weights one after the other.
 constexpr int64_t kGemmFewTokenTiles = 10;
 
@@ -93,7 +97,9 @@ inline double gemm_cost(const GemmShape& s, const GemmTiling& t, const GemmCard&
                                     : std::ceil(tiles / static_cast<double>(card.multiprocessors));
   const int64_t k_blocks = gemm_ceil(s.k * s.bytes, 128);
   const double loads = static_cast<double>(t.rows + t.columns) * 128 / rates.l2_bytes;
-  const double epilogue = static_cast<double>(t.rows * t.columns * s.out_bytes) / rates.out_bytes + rates.tile_clocks;
+  const double elements = static_cast<double>(t.rows * t.columns);
+  const double epilogue = elements * static_cast<double>(s.out_bytes) / rates.out_bytes + rates.tile_clocks +
+                          (t.scaled ? elements * kGemmScaledClocks : 0.0);
   const double k_block = std::max(static_cast<double>(t.k_block_clocks), loads);
   double compute = waves * (static_cast<double>(k_blocks) * k_block + epilogue);
   if (t.splits > 1 && t.few_tokens)

@@ -82,3 +82,22 @@ def drawn_table() -> str:
             lines.append((f"{kind}, {least} to {most}", len(band), peer, *means))
     head = ("kind, tokens", "cases", "fi / cuBLAS", "fi / best tile", "worst")
     return table(head, lines)
+
+
+def fresh_table() -> str:
+    """Products of shapes that nothing was fitted to: the launcher's own choice before and now, over cuBLAS."""
+    fresh = [row for row in rows("gemm-drawn") if row["set"] == "fresh"]
+    lines = []
+    for kind in dict.fromkeys(row["kind"] for row in fresh):
+        for least, most in ((65, 128), (129, 256), (257, 512), (513, 1024), (1025, 8192)):
+            band = [row for row in fresh if row["kind"] == kind and least <= row["m"] <= most]
+            means = [
+                f"{statistics.geometric_mean(found):.2f}" if found else ""
+                for found in (
+                    [row[ours] / row[peer] for row in band if peer in row]
+                    for ours, peer in (("before", "cuBLAS"), ("fi", "cuBLAS"), ("fi", "cuBLAS, fp32 promotion"))
+                )
+            ]
+            worst = max(row["fi"] / row["cuBLAS"] for row in band)
+            lines.append((f"{kind}, {least} to {most}", len(band), *means, f"{worst:.2f}"))
+    return table(("kind, tokens", "cases", "before / cuBLAS", "fi / cuBLAS", "fi / cuBLAS, promotion", "worst"), lines)

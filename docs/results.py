@@ -282,6 +282,7 @@ TABLES: dict[str, Callable[[], str]] = {  # by the name that a page gives in its
     "gemm": products.gemm_table,
     "gemm-few-tokens": products.few_tokens_table,
     "gemm-drawn": products.drawn_table,
+    "gemm-fresh": products.fresh_table,
     "decode-nvfp4": attention.nvfp4_table,
     "decode-kv-dtypes": lambda: attention.kv_dtypes_table("decode"),
     "prefill-kv-dtypes": lambda: attention.kv_dtypes_table("prefill"),
